@@ -1,1 +1,1 @@
-"""Evaluation: accuracy, α sweeps and negation; and disentanglement, localisation, drift and spectra."""
+"""Evaluation: accuracy, α sweeps, negation, disentanglement, localisation, drift, interference and spectra."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ProgressCounter:
-    """Reports the progress of several computations as one.
+    """Reports the combined progress of several computations.
 
     Args:
         total: Number of examples that all computations together process.
@@ -41,7 +41,7 @@ class ProgressCounter:
         on_progress(0, total)
 
     def add(self, examples: int) -> None:
-        """Reports further examples as done."""
+        """Counts further examples as done, and reports the progress."""
         self._done += examples
         self._on_progress(self._done, self._total)
 
@@ -64,7 +64,7 @@ class EvaluationSet:
     labels: Sequence[int]
     """Labels of these examples, as indices into the task's classes; zeros for a task without classes."""
     outputs: OutputCache | None = field(default=None, compare=False, repr=False)
-    """Where measurements keep the outputs of linear vectors on these examples for each other, if anywhere."""
+    """Cache of the outputs of linear vectors on these examples, shared by several measurements; None for no cache."""
 
     @classmethod
     def of(cls, task: Task, split: str = "test", examples: int | str = "all", seed: int = 0) -> EvaluationSet:
@@ -98,7 +98,7 @@ class Score:
     """Result of an evaluation."""
 
     correct: int
-    """Number of examples that are classified correctly, or of tokens of completions that are predicted correctly."""
+    """Number of correctly classified examples or, for completions, of correctly predicted tokens."""
     examples: int
     """Number of examples."""
     tokens: int | None = None
@@ -124,10 +124,10 @@ class Score:
         return exp(min(-self.log_likelihood / self.tokens, 700.0))
 
     def plus(self, other: Score | None) -> Score:
-        """Returns the score of these and other examples of the same task.
+        """Returns the combined score of these examples and other examples of the same task.
 
         Args:
-            other: Score of the other examples; None if there are none.
+            other: Score on the other examples; None if there are none.
         """
         if other is None:
             return self
@@ -151,7 +151,7 @@ def evaluate(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Score:
-    """Evaluates a model, or the model with α times a task vector, on a task.
+    """Evaluates a model on a task, optionally with α times a task vector.
 
     The predicted class of an example is the one with the largest logit.
 
@@ -168,10 +168,10 @@ def evaluate(
         on_progress: Called with the number of examples done and their total.
 
     Returns:
-        The number of correct examples, the number of all examples, and the accuracy.
+        A `Score` with the number of correct examples, the number of all examples, and the accuracy.
 
     Raises:
-        KfacpackError: If model, head, vector and task do not fit together, or outputs contain NaN or Inf.
+        KfacpackError: If model, head, vector and task are incompatible, or outputs contain NaN or Inf.
 
     Example:
         >>> kp.evaluate("tiny", "digits", vector=kp.TaskVector.load("digits.safetensors")).accuracy
@@ -199,12 +199,12 @@ def scoring_inputs(
 
 
 def head_of(model: Model, task: Task, vector: TaskVector | None) -> Head:
-    """Returns the vector's head for the task, or the model's default head if it has none."""
+    """Returns the vector's head for the task or, if the vector has none, the model's default head."""
     return vector_head(task, vector) or head_for(model, task)
 
 
 def vector_head(task: Task, vector: TaskVector | None) -> Head | None:
-    """Returns the vector's head for the task, or for class splits of it with the same classes; None if there is none.
+    """Returns the vector's head for the task, or the common head of the task's class splits; None if there is neither.
 
     Raises:
         KfacpackError: If the heads of several class splits differ.
@@ -254,14 +254,14 @@ def scores(
         model: The model.
         head: Head to classify with.
         evaluation_set: Examples and labels.
-        vector: Task vector, or None for the model itself, with `alphas` (1.0,).
+        vector: Task vector, or None to evaluate the model itself; `alphas` must then be (1.0,).
         alphas: Coefficients of the vector.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total, which counts one pass for a linear vector
             and one pass per α for others.
 
     Raises:
-        KfacpackError: If the arguments do not fit together, or outputs contain NaN or Inf.
+        KfacpackError: If the arguments are incompatible, or outputs contain NaN or Inf.
     """
     task = evaluation_set.task
     if not isinstance(head, CompletionHead):
@@ -324,7 +324,7 @@ def _output_passes(
 
 
 def _predictions(head: Head, f: Tensor) -> Tensor:
-    """Returns the classes of the largest logits, (N,), on the CPU."""
+    """Returns the class with the largest logit for each example, (N,), on the CPU."""
     logits = head.logits(f)
     if not bool(logits.isfinite().all()):
         raise NotFiniteError("logits contain NaN or Inf")
@@ -340,10 +340,10 @@ def count_examples(
 
 
 def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
-    """Checks that there are coefficients, that they are finite, and that there is a vector to multiply.
+    """Checks that `alphas` contains finite numbers, and that a vector is given unless `alphas` is (1.0,).
 
     Raises:
-        KfacpackError: If one of these conditions does not hold.
+        KfacpackError: If `alphas` is empty or not finite, or the vector is missing.
     """
     if not alphas:
         raise KfacpackError("alphas []: expected at least one number")

@@ -1,8 +1,8 @@
-"""Quality of a bundle: the drift it predicts against the drift measured on data, and the spectra of its matrices.
+"""Quality of a bundle: a comparison of predicted and measured drift, and the spectra of the bundle's matrices.
 
 The predicted drift is τᵀ G τ. G is the mean over examples of JᵀJ, so this is an approximation of E ‖J(x) τ‖² that
-neglects the terms between blocks and assumes that each block is a Kronecker product. The comparison by
-layer, with only the change of one block's parameters, isolates the second approximation.
+neglects the terms between blocks and assumes that each block is a Kronecker product. Comparing single layers, where
+only the parameters of one block change, isolates the second approximation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def drift(
         evaluation_sets: Examples of each bundle's task.
         vectors: Task vectors by task name.
         bundles: Curvatures by task name.
-        layer_examples: Number of examples on which single blocks are measured; 0 to measure no blocks.
+        layer_examples: Number of examples on which the drift of single blocks is measured; 0 skips this measurement.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total.
 
@@ -72,7 +72,8 @@ def drift(
         raise KfacpackError("expected at least one bundle to compare with the measured drift, got 0")
     for task, bundle in bundles.items():
         if task not in tasks:
-            raise KfacpackError(f"no examples of {printable(task)} to measure the drift that its bundle predicts")
+            problem = f"no examples of {printable(task)}"
+            raise KfacpackError(f"{problem}; they are needed to measure the drift that its bundle predicts")
         require_comparable(task, bundle, taus[0])
     examples = {task: len(tasks[task].numbers) for task in bundles}
     layer_counts = {task: min(layer_examples, size) for task, size in examples.items()}
@@ -102,19 +103,19 @@ def predicted_drift(
     *,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[tuple[str, str], dict[str, float]]:
-    """Computes τᵀ G τ of every vector and every bundle, block by block.
+    """Computes τᵀ G τ for every vector and every bundle, block by block.
 
-    Only one block of all vectors and its matrices of one bundle are in memory at a time. A vector that is stored as
-    factors is not multiplied out where the block has Kronecker factors.
+    At any time, memory holds one block of all vectors and the matrices of that block in one bundle. The factors of a
+    vector are not multiplied out for blocks with Kronecker factors.
 
     Args:
-        vectors: Task vectors by name, which the bundles cover.
+        vectors: Task vectors by name. The bundles must cover their parameters.
         bundles: Curvatures by name.
         on_progress: Called with the number of blocks done and their total.
 
     Returns:
-        By the names of vector and bundle: the drift by block, in the order of the bundle's blocks. Blocks without a
-        parameter of the vector are omitted.
+        For each pair (name of the vector, name of the bundle), the drift by block, in the order of the bundle's blocks.
+        Blocks without a parameter of the vector are omitted.
     """
     by_join: dict[Join, list[tuple[str, CurvatureBlock]]] = {}
     for name, bundle in bundles.items():
@@ -222,7 +223,7 @@ def measured_drift(
         evaluation_set: The examples.
         vectors: Vectors of one base model and one regime; see `require_compatible_vectors`.
         batch_size: Examples per forward pass.
-        counter: Counts each example `passes_needed` times.
+        counter: Progress counter; each example is counted `passes_needed` times.
 
     Returns:
         E ‖J τ‖² of each vector, or E ‖f(θ0 + τ) − f(θ0)‖² outside the linear regime.
@@ -245,8 +246,8 @@ def _measure_layers(
 ) -> dict[tuple[str, str, Join], float]:
     """Measures E ‖J τ‖², where τ is the part of a vector that one block covers.
 
-    A block that several bundles have is measured on the examples of all their tasks at once: a forward pass of a few
-    examples takes nearly as long.
+    A block that occurs in several bundles is measured on the examples of all their tasks at once, because a forward
+    pass of a few examples takes nearly as long as one of many.
 
     Args:
         model: The base model.
@@ -256,7 +257,7 @@ def _measure_layers(
         blocks: The blocks to measure, by task.
         vectors: Task vectors by name.
         batch_size: Examples per forward pass.
-        counter: Counts each example once per vector and block.
+        counter: Progress counter; each example is counted once per vector and block.
 
     Returns:
         The means by vector, task and parameters of the block.
@@ -301,7 +302,7 @@ def _joined(prepared: Mapping[str, Sequence[Batch]], batch_size: int) -> list[tu
         batch_size: Maximum number of examples of a joined batch.
 
     Returns:
-        Batches, each with the task and the number of examples of its parts.
+        The batches, each with the task and the number of examples of each of its parts.
     """
     joined: list[tuple[Batch, list[tuple[str, int]]]] = []
     for task, batches in prepared.items():
@@ -345,7 +346,7 @@ def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None
     """
     about, name = bundle.about, printable(task)
     if difference := function_difference(about.function, vector.about.function):
-        raise TaskVectorError(f"the bundle of {name} and the vectors are for different f: {difference}")
+        raise TaskVectorError(f"the bundle of {name} and the vectors belong to different f: {difference}")
     covered = {parameter.name: parameter for parameter in about.base.parameters}
     for parameter in vector.about.base.parameters:
         if parameter.name not in covered:
@@ -354,7 +355,7 @@ def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None
             raise TaskVectorError(f"{problem}, so it cannot predict their drift. {remedy}")
         if covered[parameter.name] != parameter:
             models = f"{about.base.name} and {vector.about.base.name}"
-            problem = f"have different base models ({models}): {parameter.name!r} differs"
+            problem = f"have different base models ({models}): the parameter {parameter.name!r} differs"
             raise TaskVectorError(f"the bundle of {name} and the vectors {problem}")
 
 
@@ -365,8 +366,8 @@ MAX_EIGENVALUES = 64
 def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, total: None) -> dict[str, Any]:
     """Computes the eigenvalues of each matrix of each block.
 
-    At most `MAX_EIGENVALUES` of a matrix are listed, in descending order, evenly spaced in the logarithm of their
-    ranks. A block with several terms has a matrix in each of them.
+    At most `MAX_EIGENVALUES` eigenvalues of each matrix are listed, in descending order, at ranks that are evenly
+    spaced on a logarithmic scale. If a block is a sum of several terms, each term has its own matrices.
 
     Args:
         curvature: The curvature.
@@ -410,7 +411,7 @@ def effective_rank(values: Tensor) -> float:
 
 
 def _describe_spectrum(values: Tensor) -> dict[str, Any]:
-    """Summarises eigenvalues, (n,), in descending order."""
+    """Summarises eigenvalues of shape (n,), which are in descending order."""
     ranks = np.unique(np.geomspace(1, len(values), MAX_EIGENVALUES).round().astype(int))
     return {
         "size": len(values),

@@ -1,4 +1,4 @@
-"""Disentanglement error and localisation: whether a vector changes outputs on its own task only.
+"""Disentanglement error and localisation, which measure whether a vector changes outputs only on its own task.
 
 The disentanglement error of two tasks is computed over a grid of coefficients:
 
@@ -58,8 +58,8 @@ def disentanglement(
 ) -> dict[str, Any]:
     """Computes the disentanglement error of two vectors over a grid of coefficients.
 
-    In the linear regime each example is processed once for any grid; in other regimes, and for answers of several
-    tokens, once per pair of coefficients.
+    In the linear regime, each example is processed once for the whole grid; in other regimes, and for answers of
+    several tokens, once per pair of coefficients.
 
     Args:
         model: The base model.
@@ -71,10 +71,11 @@ def disentanglement(
         on_progress: Called with the number of examples done and their total.
 
     Returns:
-        `{"tasks": [A, B], "alphas", "xi", "examples": {A: n, B: n}}`; rows of `xi` are α of A, columns α of B.
+        `{"tasks": [A, B], "alphas", "xi", "examples": {A: n, B: n}}`. The rows of `xi` correspond to the values of α
+        for A, its columns to those for B.
 
     Raises:
-        KfacpackError: If vectors, tasks and heads do not fit together, or `alphas` is empty or not finite.
+        KfacpackError: If vectors, tasks and heads are incompatible, or `alphas` is empty or not finite.
 
     Example:
         >>> sets = tuple(kp.EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist"))
@@ -128,7 +129,7 @@ class _ErrorGrid:
             changed = torch.zeros(len(grid), len(grid), dtype=torch.int64)
             weight, bias = head.weight.cpu().double(), head.bias.cpu().double()
             for f, changes in output_changes(self.model, evaluation_set, self.vectors, self.batch_size, counter):
-                # The head is affine, so logits are linear in the coefficients like f.
+                # The head is affine, so the logits are linear in the coefficients, as f is.
                 start = f.cpu().double() @ weight.T + bias
                 first, second = changes.cpu().double() @ weight.T
                 columns = grid[:, None, None] * second
@@ -184,7 +185,7 @@ def localisation(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Measures how far each vector changes f on its own task and on other tasks.
+    """Measures how much each vector changes f on its own task and on other tasks.
 
     Args:
         model: The base model.
@@ -195,9 +196,9 @@ def localisation(
         on_progress: Called with the number of examples done and their total.
 
     Returns:
-        `{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc": their mean}`, where S describes
-        squared changes: `{"examples", "mean", "quantiles"}`, with quantiles at 5, 25, 50, 75 and 95 %. Outside the
-        linear regime, changes are f(θ0 + τ) − f(θ0) instead of J τ.
+        `{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc"}`, where the outer AUROC is the mean
+        over the vectors, and S describes squared changes: `{"examples", "mean", "quantiles"}`, with quantiles at 5, 25,
+        50, 75 and 95 %. Outside the linear regime, changes are f(θ0 + τ) − f(θ0) instead of J τ.
 
     Raises:
         KfacpackError: If a vector's task has no examples, there are fewer than two tasks, or vectors are incompatible.
@@ -209,9 +210,10 @@ def localisation(
     tasks, taus = by_task_name(evaluation_sets), list(vectors.values())
     require_compatible_vectors(taus)
     if missing := [name for name in vectors if name not in tasks]:
-        raise KfacpackError(f"no examples of {printable(missing[0])}, the task of one of the vectors")
+        raise KfacpackError(f"no examples of {printable(missing[0])}; expected examples of the tasks of all vectors")
     if len(tasks) < 2:
-        raise KfacpackError(f"only examples of {printable(next(iter(tasks)))}; examples of another task are needed")
+        only = printable(next(iter(tasks)))
+        raise KfacpackError(f"got examples of {only} only; examples of another task are needed")
     examples = sum(len(evaluation_set.numbers) for evaluation_set in evaluation_sets)
     counter = ProgressCounter(passes_needed(taus) * examples, on_progress)
     sizes_by_task = {
@@ -244,7 +246,7 @@ def _squared_changes(
 
 
 def auroc(on: Tensor, off: Tensor) -> float:
-    """Returns P(on > off) + P(on = off) / 2 over all pairs, in one sort.
+    """Returns P(on > off) + P(on = off) / 2 over all pairs, computed with a single sort.
 
     Args:
         on: Values on the vector's own task, (N,).

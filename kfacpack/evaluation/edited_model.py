@@ -1,4 +1,4 @@
-"""Forward passes of a model with task vectors, and the change of its outputs by them.
+"""Forward passes of a model with task vectors, and the resulting changes of its outputs.
 
 A vector of the linear regime is evaluated as f + α J τ, as it was trained; others are added to the weights. The change
 of f is J τ in the linear regime, and f(θ0 + τ) − f(θ0) in the others.
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
     BatchForward = Callable[[Batch], Tensor]
-    """Maps a batch to f, (N, C), without gradient."""
+    """Maps a batch to f, (N, C), without gradients."""
 
     FAndChange = tuple[Tensor, Tensor]
     """f and J τ of a batch, each (N, C)."""
 
     BatchForwards = Callable[[Batch], list[Tensor]]
-    """Maps a batch to f with each of several multiples of a vector, each (N, C), without gradient."""
+    """Maps a batch to a list of f, (N, C), one for each multiple of a vector, without gradients."""
 
 
 @contextmanager
@@ -61,8 +61,8 @@ def forward_passes(
     A linear vector needs one pass, which computes f and J τ; others need one pass per α.
 
     Returns:
-        Context managers of functions from a batch to outputs; concatenated over the passes, the outputs are in the
-        order of `alphas`.
+        Context managers that yield functions from a batch to a list of outputs. Concatenated over the passes, the
+        outputs are in the order of `alphas`.
     """
     if vector is None:
         return [_unedited(model)]
@@ -91,7 +91,7 @@ def multiples(f: Tensor, change: Tensor, factor: float, alphas: Sequence[float])
     Args:
         f: Output of the unedited model, (N, C).
         change: J τ, (N, C).
-        factor: Number by which the vector multiplies τ.
+        factor: Coefficient of τ in the vector; see `TaskVector.as_multiple`.
         alphas: Coefficients of the vector.
     """
     return [f + (alpha * factor) * change for alpha in alphas]
@@ -106,17 +106,17 @@ def _f_and_change(linearized: Linearized, batch: Batch, tau: Mapping[str, Tensor
 
 
 class OutputCache:
-    """f and J τ of linear vectors on one evaluation set, so that several measurements compute them once.
+    """Cache of f and J τ of linear vectors on one evaluation set, shared by several measurements.
 
-    The least recently used results are discarded.
+    When the cache is full, the least recently used results are discarded.
 
     Args:
-        max_bytes: Maximum size of the results.
+        max_bytes: Maximum size of all results in bytes.
     """
 
     def __init__(self, max_bytes: int = 64_000_000):
         self.max_bytes = max_bytes
-        """Maximum size of the results."""
+        """Maximum size of all results in bytes."""
         self._results: OrderedDict[Hashable, Sequence[FAndChange]] = OrderedDict()
 
     def get(self, key: Hashable) -> Sequence[FAndChange] | None:
@@ -209,7 +209,7 @@ def output_changes(
         evaluation_set: The examples.
         vectors: Vectors of one base model and one regime; see `require_compatible_vectors`.
         batch_size: Examples per forward pass.
-        counter: Counts each example `passes_needed` times.
+        counter: Progress counter; each example is counted `passes_needed` times.
     """
     if vectors[0].is_linear:
         factors, directions = zip(*(vector.as_multiple() for vector in vectors), strict=True)
@@ -226,10 +226,10 @@ def output_changes(
 
 
 def passes_needed(vectors: Sequence[TaskVector]) -> int:
-    """Returns how many times `output_changes` counts each example.
+    """Returns the number of passes of `output_changes` over the examples.
 
-    In the linear regime, one pass computes f and every J τ. In other regimes there is one pass for f and one for each
-    vector, because applying a vector takes longer than a batch.
+    In the linear regime, one pass computes f and every J τ. In other regimes, there is one pass for f and one for each
+    vector, because adding a vector to the weights takes longer than the forward pass of a batch.
     """
     return 1 if vectors[0].is_linear else 1 + len(vectors)
 
@@ -245,21 +245,21 @@ def outputs_of(
 
 
 def require_compatible_vectors(vectors: Sequence[TaskVector]) -> None:
-    """Checks that there are vectors, and that they have the same base model, parameters, regime and f.
+    """Checks that there is at least one vector, and that all have the same base model, parameters, regime and f.
 
     Raises:
-        KfacpackError: If there are no vectors, or they differ; the message names the difference.
+        KfacpackError: If there are no vectors, or they differ; the message describes the difference.
     """
     if not vectors:
         raise KfacpackError("nothing to measure: expected at least one task vector, got 0")
-    sum(vectors)  # addition checks all of this
+    sum(vectors)  # addition checks these conditions
 
 
 def by_task_name(evaluation_sets: Sequence[EvaluationSet]) -> dict[str, EvaluationSet]:
-    """Returns the evaluation sets by the names of their tasks.
+    """Returns the evaluation sets by task name.
 
     Raises:
-        KfacpackError: If two are of the same task.
+        KfacpackError: If two evaluation sets are of the same task.
     """
     by_name = {evaluation_set.task.name: evaluation_set for evaluation_set in evaluation_sets}
     if len(by_name) < len(evaluation_sets):

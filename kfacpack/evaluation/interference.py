@@ -5,11 +5,11 @@ block-diagonal, so this is the sum of the drift q_b of single blocks, as if thei
 that were trained together change f in similar directions; if all were aligned, the drift would be (Σ_b √q_b)². Both
 numbers are returned. For exact q_b the second is an upper bound, by the Cauchy-Schwarz inequality for the products
 between blocks; Kronecker factors may underestimate q_b, so the measured drift can exceed it. Pairs are ranked by the
-second: measured drift is several times the sum of exact blocks, so most of it comes from these products, and the
-order of the pairs agrees better with it in every seed that was measured (docs/results).
+second number. With exact blocks, the measured drift was several times the sum of the q_b, so most of it comes from the
+products between blocks; in every seed that was measured, the second number ordered the pairs better (docs/results).
 
-Where examples are given, the measured drift is reported as well. It is compared by rank, because the order of the pairs
-is what a user needs before merging.
+If examples are given, the measured drift is reported as well. Prediction and measurement are compared by rank, because
+the order of the pairs matters more than their values when a user decides which vectors to merge.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class InterferencePair(TypedDict):
 
 
 class InterferenceTask(TypedDict):
-    """The drift of all other vectors together on one task."""
+    """The drift that the vectors of all other tasks cause on one task."""
 
     task: str
     """Name of the bundle."""
@@ -66,7 +66,7 @@ class InterferenceTask(TypedDict):
     others: float
     """Sum of the predicted drift of the vectors of other tasks."""
     relative: float | None
-    """`others` divided by `own`."""
+    """`others` divided by `own`; null if `own` is null or zero."""
 
 
 class InterferenceBlock(TypedDict):
@@ -74,7 +74,7 @@ class InterferenceBlock(TypedDict):
 
     block: str
     predicted: float
-    """Sum over all pairs of a vector and another task."""
+    """Predicted drift, summed over all pairs of a vector and another task."""
     share: float
     """Share of the block in the sum over all blocks."""
 
@@ -86,14 +86,14 @@ class InterferenceResult(TypedDict):
     """Rows of the table: the tasks of the vectors."""
     pairs: list[InterferencePair]
     tasks: list[InterferenceTask]
-    """Columns of the table."""
+    """Columns of the table: the bundles."""
     blocks: list[InterferenceBlock]
-    """All blocks, the largest contribution first."""
+    """All blocks, in descending order of their contributions."""
     spearman: float | None
     """Rank correlation of `predicted` and `measured` over the pairs of a vector and another task; null if fewer than
     three of them were measured."""
     spearman_aligned: float | None
-    """The same for `aligned`."""
+    """Rank correlation of `aligned` and `measured` over the same pairs."""
 
 
 def interference(
@@ -113,9 +113,10 @@ def interference(
         vectors: Task vectors by task name.
         bundles: Curvatures by task name. Merged curvatures are allowed, under any other name.
         model: The base model; used only to measure the drift.
-        evaluation_sets: Examples of those tasks on which the drift is measured as well.
+        evaluation_sets: Examples of the tasks on which the drift is also measured.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of blocks done and their total, then with examples and their total.
+        on_progress: Called with the number of blocks done and their total, then with the number of examples done and
+            their total.
 
     Returns:
         The drift for every pair of a vector and a bundle, its sums by task and by block, and, if it was measured, the
@@ -249,7 +250,7 @@ def _pairs(
                     "task": task,
                     "own": vector in contained,
                     "predicted": drift,
-                    # Compressed matrices may have negative eigenvalues, and a contribution below zero has no root.
+                    # Compressed matrices may have negative eigenvalues, so that a contribution may be negative.
                     "aligned": sum(max(part, 0.0) ** 0.5 for part in blocks.values()) ** 2,
                     "relative": drift / own_drift if own_drift else None,
                     "measured": measured.get((vector, task)),

@@ -1,4 +1,4 @@
-"""Accuracy as a function of α, the choice of α on validation data, negation, and the form of evaluation results.
+"""Accuracy as a function of α, the choice of α on validation data, negation, and the format of evaluation results.
 
 Negation adds −α τ to forget a task; α is chosen so that a control task keeps most of its accuracy.
 """
@@ -53,14 +53,14 @@ class MeanEvaluation(TypedDict):
 
     accuracy: float
     normalized: float | None
-    """Null if it is unknown for a task."""
+    """Mean of the normalised accuracies; null if that of any task is unknown."""
 
 
 class Evaluation(TypedDict):
     """Accuracies of all tasks."""
 
     tasks: dict[str, TaskEvaluation]
-    """By task name."""
+    """Accuracies by task name."""
     mean: MeanEvaluation
 
 
@@ -71,11 +71,11 @@ class AlphaEvaluation(Evaluation):
 
 
 class SweepBest(TypedDict):
-    """The best α."""
+    """The best α of a sweep."""
 
     alpha: float
     split: str
-    """The split that was evaluated."""
+    """Name of the split that was evaluated."""
     mean: MeanEvaluation
 
 
@@ -87,23 +87,23 @@ class SweepOutput(TypedDict):
 
 
 class ValidationSweep(TypedDict):
-    """Accuracies on validation."""
+    """Accuracies on the validation split at every α."""
 
     sweep: list[AlphaEvaluation]
 
 
 class ChosenAlpha(TypedDict):
-    """The α that was chosen on validation."""
+    """The α that was chosen on the validation split."""
 
     alpha: float
     validation: float
-    """Mean accuracy on validation at this α."""
+    """Mean accuracy on the validation split at this α."""
     test: float
-    """Mean accuracy on test at this α."""
+    """Mean accuracy on the test split at this α."""
 
 
 class ChoiceOutput(Evaluation):
-    """Output of `kfacpack eval --choose --json`: the accuracies on test at the chosen α."""
+    """Output of `kfacpack eval --choose --json`: the accuracies on the test split at the chosen α."""
 
     best: ChosenAlpha
     validation: ValidationSweep
@@ -112,7 +112,7 @@ class ChoiceOutput(Evaluation):
 def evaluation_result(
     task_scores: Mapping[str, Score], individual: Mapping[str, float], heads: Mapping[str, str] | None = None
 ) -> Evaluation:
-    """Returns the result of an evaluation in the form of `kfacpack eval --json`.
+    """Returns the result of an evaluation in the format of `kfacpack eval --json`.
 
     Args:
         task_scores: Scores by task name.
@@ -168,7 +168,7 @@ def sweep(
     """Evaluates a model with α times a task vector, for each α.
 
     The scores are exactly those of `kp.evaluate` at each α. For a linear vector, f and J τ are computed once, so that
-    a sweep takes as long as one evaluation. In other regimes, each α takes a forward pass over the examples.
+    a sweep takes as long as one evaluation. In other regimes, each α requires its own pass over the examples.
 
     Args:
         model: A model from `kp.load_model`, or its name.
@@ -186,7 +186,7 @@ def sweep(
         One score per α.
 
     Raises:
-        KfacpackError: If model, head, vector and task do not fit together, or outputs contain NaN or Inf.
+        KfacpackError: If model, head, vector and task are incompatible, or outputs contain NaN or Inf.
 
     Example:
         >>> vector = kp.TaskVector.load("digits.safetensors")
@@ -271,7 +271,7 @@ def validation_set(task: Task, examples: int | str = "all", seed: int = 0) -> Ev
         KfacpackError: If the task has no validation split.
     """
     if VALIDATION not in task.splits:
-        problem = f"α is selected on the split {VALIDATION!r}, never on test, but the task has only "
+        problem = f"no split {VALIDATION!r}, on which α is selected; the task has only the splits "
         remedy = "Add validation-*.parquet or validation/CLASS/ to its folder, or evaluate a single α"
         splits = ", ".join(map(printable, task.splits))
         raise KfacpackError(f"{printable(task.name)}: {problem}{splits}. {remedy}")
@@ -279,7 +279,7 @@ def validation_set(task: Task, examples: int | str = "all", seed: int = 0) -> Ev
 
 
 class SelectionScores:
-    """Scores of several tasks at all candidates on validation data, and at a few values of α on test data.
+    """Computes the scores of several tasks, at all candidates on validation data and at a few values of α on test data.
 
     Args:
         model: The model.
@@ -351,7 +351,7 @@ def choose_alpha(
         The selected α and all scores.
 
     Raises:
-        KfacpackError: If the arguments do not fit together, or outputs contain NaN or Inf.
+        KfacpackError: If the arguments are incompatible, or outputs contain NaN or Inf.
     """
     check_alphas(vector, alphas)
     task_scores = SelectionScores(model, tasks, vector, alphas, 1, batch_size, on_progress)
@@ -363,11 +363,11 @@ def choose_alpha(
 
 
 CONTROL_KEEP = 0.95
-"""Fraction of its accuracy that the control task must keep, as is usual in the literature."""
+"""Default fraction of its accuracy that the control task must keep; 0.95 is usual in the literature."""
 
 
 class TaskNegation(TypedDict):
-    """Accuracies on test before and after subtracting the vector."""
+    """Accuracies on the test split before and after the vector is subtracted."""
 
     alpha: float
     """Factor α of the subtracted vector."""
@@ -378,7 +378,7 @@ class TaskNegation(TypedDict):
     chance: float
     """Chance level: 1 divided by the number of classes."""
     removed: float | None
-    """Removed fraction of the margin over chance; null if there was no margin."""
+    """Fraction of the margin over chance that was removed; null if there was no margin."""
     control: float
     """Accuracy of the control task after the subtraction."""
     control_before: float
@@ -386,14 +386,14 @@ class TaskNegation(TypedDict):
 
 
 class Negation(TypedDict):
-    """The negation of a vector."""
+    """Result of the negation of a vector."""
 
     control: str
     """Name of the control task."""
     keep: float
-    """Fraction of its accuracy that the control must keep on validation."""
+    """Fraction of its accuracy that the control must keep on the validation split."""
     tasks: dict[str, TaskNegation]
-    """By name of the task to forget."""
+    """Accuracies by name of the task to forget."""
 
 
 class NegationOutput(TypedDict):
@@ -415,7 +415,7 @@ def negate(
 ) -> Negation:
     """Selects α for −α τ on validation data, and reports the accuracies of the targets on test data.
 
-    Candidates are the values of α at which the control keeps the fraction `keep` of its accuracy without the vector.
+    Candidates are the values of α at which the control keeps at least the fraction `keep` of its original accuracy.
     Among them, the α with the smallest mean accuracy of the targets is selected, where accuracies below chance count
     as chance. Ties are resolved in favour of the smallest α; zero is always a candidate. The test splits are evaluated
     only at this α and at zero.
@@ -432,8 +432,8 @@ def negate(
 
     Returns:
         `{"control": its name, "keep": keep, "tasks": {target: {"alpha", "accuracy", "before", "chance", "removed",
-        "control", "control_before"}}}`. `chance` is 1 / the number of classes; `removed` is the removed fraction of the
-        margin over chance, or None if there was no margin.
+        "control", "control_before"}}}`. `chance` is 1 / the number of classes; `removed` is the fraction of the margin
+        over chance that was removed, or None if there was no margin.
 
     Raises:
         KfacpackError: If an α is negative, `keep` is out of range, the control is one of the targets, or a task has no
@@ -441,14 +441,14 @@ def negate(
     """
     check_alphas(vector, alphas)
     if negative := [alpha for alpha in alphas if alpha < 0]:
-        problem = f"alpha {negative[0]:g}: the vector is negated already, so that a negative α would add it"
+        problem = f"alpha {negative[0]:g}: the vector is negated already, so a negative α would add it"
         raise KfacpackError(f"{problem}; expected zero or positive values")
     if not 0 < keep <= 1:
         raise KfacpackError(f"keep {keep:g}: expected a fraction of the control's accuracy, above 0 and at most 1")
     if control.name in [target.name for target in targets]:
         raise KfacpackError(f"{control.name!r} is a task to forget and cannot be the control; choose another task")
     for task in (*targets, control):
-        require_classes(task.test.task)  # of prompts with completions, accuracies have no chance level
+        require_classes(task.test.task)  # there is no chance level for the accuracy on completions
     candidates = [0.0, *sorted({float(alpha) for alpha in alphas} - {0.0})]
     task_scores = SelectionScores(model, [*targets, control], -vector, candidates, 2, batch_size, on_progress)
     *target_scores, control_scores = task_scores.validation()

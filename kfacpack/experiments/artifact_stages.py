@@ -52,7 +52,7 @@ class EstimateStage(BundleStage):
 
     @property
     def name(self) -> str:
-        """Name of the file, without its key."""
+        """Name of the stage, which is the file name without key and suffix."""
         return f"{self.task}.{self.variant}"
 
     @property
@@ -126,12 +126,12 @@ class CompressStage(BundleStage):
 
     bundle: EstimateStage
     codec: str
-    """The codec, or a size if `is_budget`."""
+    """The codec or, if `is_budget`, a size such as `70MB`."""
     is_budget: bool = False
 
     @property
     def name(self) -> str:
-        """Name of the file, without its key."""
+        """Name of the stage, which is the file name without key and suffix."""
         return f"{self.bundle.name}.{self.codec}"
 
     @property
@@ -194,7 +194,7 @@ class MergeStage(BundleStage):
 
     @property
     def name(self) -> str:
-        """Name of the file, without its key."""
+        """Name of the stage, which is the file name without key and suffix."""
         first = self.bundles[0]
         rank = f"-{self.rank}" if self.rank > 1 else ""
         protected = "" if len(self.bundles) > 1 else f"{first.task}-"
@@ -243,7 +243,7 @@ class TaskVectorStage(VectorStage):
 
     @property
     def name(self) -> str:
-        """Name of the file, without its key."""
+        """Name of the stage, which is the file name without key and suffix."""
         return f"{self.task}.{self.variant}"
 
     @property
@@ -418,7 +418,7 @@ class AddStage(VectorStage):
 
     @property
     def name(self) -> str:
-        """Name of the file, without its key."""
+        """Name of the stage, which is the file name without key and suffix."""
         return f"{self.method.label}.{self.vectors[0].variant}"
 
     @property
@@ -428,7 +428,7 @@ class AddStage(VectorStage):
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the content of the file."""
-        # With the defaults: a file of a version with other defaults is not reused.
+        # Defaults are included, so that a file of a version with other defaults is not reused.
         settings = self.method.all_settings
         return {"method": self.method.name, **({"settings": settings} if settings else {})}
 
@@ -453,6 +453,6 @@ class AddStage(VectorStage):
 
 
 def _setting_option(key: str, value: object) -> tuple[object, ...]:
-    """Returns the option of `kfacpack add` for a setting of a method: a flag for true, nothing for false."""
+    """Returns the option of `kfacpack add` for a setting of a method: only a flag for true, nothing for false."""
     flag = f"--{key.replace('_', '-')}"
     return ((flag,) if value else ()) if isinstance(value, bool) else (flag, value)

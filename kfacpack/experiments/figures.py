@@ -38,10 +38,10 @@ def sweep(
     quantity: str = "mean accuracy",
     theme: str = "light",
 ) -> Figure:
-    """Draws accuracy over α.
+    """Draws accuracy as a function of α.
 
     Args:
-        data: Sweeps by arm, `{arm: sweep, …}`, of which the means are drawn; or one sweep, with a line for each task.
+        data: Sweeps by arm, `{arm: sweep, …}`, to draw the mean of each; or one sweep, to draw a line for each task.
         references: Levels to draw as horizontal lines, such as `{"individual": 0.93}`.
         quantity: Label of the vertical axis.
         theme: Name of the colour theme.
@@ -80,10 +80,12 @@ def sweep(
 def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme: str = "light") -> Figure:
     """Draws ξ(α₁, α₂), the share of examples on which the pair and the single vector disagree, as a heat map.
 
-    The minimum is marked among points where neither α is zero, since ξ is zero without any vectors.
+    The smallest ξ at points where neither α is zero is marked; points with α = 0 are excluded because ξ is zero
+    without any vectors.
 
     Args:
-        data: A pair of tasks, the values of α and ξ; rows are α of the first task, columns α of the second.
+        data: A pair of tasks, the values of α, and ξ, whose rows correspond to the α of the first task and whose
+            columns correspond to the α of the second.
         top: Upper end of the colour scale; None for the largest ξ.
         theme: Name of the colour theme.
     """
@@ -128,7 +130,7 @@ def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme:
 
 
 def smallest_nonzero(alphas: Sequence[float], xi: Sequence[Sequence[float]]) -> tuple[int, int]:
-    """Returns the indices of the smallest ξ with both α nonzero; of the smallest ξ if every α is zero."""
+    """Returns the indices of the smallest ξ where both α are nonzero, or of the smallest ξ if every α is zero."""
     nonzero = [k for k, alpha in enumerate(alphas) if alpha != 0] or list(range(len(alphas)))
     return min(((i, j) for i in nonzero for j in nonzero), key=lambda point: xi[point[0]][point[1]])
 
@@ -139,7 +141,7 @@ def nearest_index(alphas: Sequence[float], target: float) -> int:
 
 
 def _ticks(alphas: Sequence[float], max_ticks: int = 8) -> list[int]:
-    """Returns the indices of the α to label on the axes: round values if there are enough, at most `max_ticks`."""
+    """Returns the indices of at most `max_ticks` values of α to label on the axes, preferably round values."""
     for step in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0):
         indices = [k for k, alpha in enumerate(alphas) if abs(alpha / step - round(alpha / step)) < 1e-6]
         if 3 <= len(indices) <= max_ticks:
@@ -203,7 +205,7 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws measured drift (mean ‖Δf‖²) over predicted drift (τᵀGτ), for pairs of vector and task and for layers.
+    """Draws measured drift (mean ‖Δf‖²) against predicted drift (τᵀGτ), for pairs of vector and task and for layers.
 
     Args:
         data: `{"pairs": […], "layers": […]}`, entries with vector, task, predicted and measured drift.
@@ -245,7 +247,7 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     """Draws predicted drift as a heat map with logarithmic colours: one row per vector, one column per bundle.
 
-    Cells with the vector's own task have a frame.
+    A frame marks the cells whose bundle contains the vector's own task.
 
     Args:
         data: `{"vectors": […], "tasks": […], "pairs": […]}`, where pairs have vector, task, own and predicted drift.
@@ -309,7 +311,7 @@ MAX_LABELLED = 6
 
 @with_themes
 def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws the eigenvalues of the factors over their rank, one line for each side of each block.
+    """Draws the eigenvalues of the factors against their ranks, one line for each side of each block.
 
     Up to `MAX_LABELLED` lines are labelled individually; more are coloured by side.
 
@@ -352,7 +354,7 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def bars(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws accuracy by task: of the base model, with the task's own vector and with all vectors combined.
+    """Draws accuracy by task: for the base model, with the task's own vector, and with all vectors combined.
 
     Each arm has its own row, so that eight tasks fit on a narrow screen.
 
@@ -406,4 +408,4 @@ FIGURES: dict[str, Callable[..., Figure]] = {
     "spectra": spectra,
     "bars": bars,
 }
-"""The figures by name."""
+"""Drawing functions by the name of the figure."""

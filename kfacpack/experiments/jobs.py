@@ -1,7 +1,7 @@
 """Distributes the stages of a plan among workers.
 
 A worker keeps the model, the tasks and their heads loaded and computes one stage at a time (`worker.py`). The workers
-of this module are processes on one machine; `ray_cluster.py` has those of a Ray cluster.
+of this module are processes on one machine; `ray_cluster.py` implements workers on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class JobsWarning(UserWarning):
 
 
 class StageWorker(ABC):
-    """The scheduler's handle for a worker.
+    """The scheduler's handle of a worker.
 
     Args:
         number: Number of the worker, from 1.
@@ -78,7 +78,7 @@ class StageWorker(ABC):
 
     @property
     def where(self) -> str:
-        """Number and device, for messages."""
+        """Number and device of the worker, for messages."""
         return f"worker {self.number}" + ("" if self.device == "cpu" else f" ({self.device})")
 
     def location(self) -> dict[str, Any]:
@@ -87,11 +87,11 @@ class StageWorker(ABC):
 
     @abstractmethod
     def start(self, stage: Stage) -> None:
-        """Starts to compute a stage."""
+        """Starts the computation of a stage."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Requests the worker to save the state of its stage and to stop."""
+        """Asks the worker to save the state of its stage and to stop."""
 
 
 class WorkerPool(ABC):
@@ -142,7 +142,7 @@ class Scheduler:
     stopped: Callable[[], bool]
     record: RunRecord
     peak_bytes: dict[int, int] = field(default_factory=dict)
-    """Peak memory by worker."""
+    """Peak memory in bytes, by number of the worker."""
 
     def run(self) -> None:
         """Computes all pending stages.
@@ -194,9 +194,9 @@ class Scheduler:
             worker.start(stage)
 
     def _choose(self, worker: StageWorker, ready: Sequence[Stage]) -> Stage:
-        """Returns the ready stage with the longest chain.
+        """Returns the ready stage with the longest chain of dependent stages.
 
-        Among equals, it is the stage with the most inputs in the worker's memory.
+        Ties are resolved in favour of the stage with the most inputs in the worker's memory.
         """
 
         def priority(stage: Stage) -> tuple[float, int]:
@@ -221,7 +221,7 @@ class Scheduler:
         if self._stopping:
             location = worker.location()
             self.record.event("interrupted", self._release(worker, Interrupted()), location)
-        # Otherwise the worker itself was terminated; it exits, which is reported as `lost`.
+        # Otherwise the worker itself was terminated. Its exit is reported as `lost`.
 
     def _on_failed(self, worker: StageWorker, kind: str, text: str, number: int | None, file: str | None) -> None:
         error: Exception
@@ -256,7 +256,7 @@ class Scheduler:
 
         Args:
             worker: The worker.
-            problem: Why the stage is not finished; None if it is.
+            problem: The error that ended the stage; None if the stage is finished.
         """
         stage, worker.stage = worker.stage, None
         assert stage is not None
@@ -271,7 +271,7 @@ class Scheduler:
         self._stop()
 
     def _stop(self) -> None:
-        """Requests all workers to save the state of their stages and to stop."""
+        """Asks all workers to save the state of their stages and to stop."""
         if not self._stopping:
             self._stopping = True
             for worker in self.pool.workers:
@@ -320,7 +320,7 @@ class ProcessWorker(StageWorker):
         super().__init__(number, device, log)
         self._log_file = log
         self._buffer = b""
-        # The folder of the run is not written before it is locked.
+        # Nothing is written to the folder of the run before it is locked.
         self._early_log = TemporaryFile()  # noqa: SIM115 - closed by `close`
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kfacpack.experiments.worker"],
@@ -339,15 +339,15 @@ class ProcessWorker(StageWorker):
         return self.process.stdout
 
     def start(self, stage: Stage) -> None:
-        """Sends the key of the stage."""
+        """Sends the key of the stage to the process."""
         self.send({"stage": stage.key})
 
     def stop(self) -> None:
-        """Sends a request to stop."""
+        """Sends a request to stop to the process."""
         self.send({"stop": True})
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message. The death of a worker is detected by the end of its output."""
+        """Sends a message. If the worker has died, the message is lost; `receive` detects the end of its output."""
         assert self.process.stdin is not None
         line = memoryview((json.dumps(message) + "\n").encode())
         try:
@@ -409,7 +409,7 @@ class ProcessPool(WorkerPool):
         self._selector.close()
 
     def resize(self, count: int) -> None:
-        """Starts or terminates workers, so that there are `count`."""
+        """Starts or terminates workers until there are `count`."""
         while len(self._workers) > count:
             self._end(self._workers[-1])
         while len(self._workers) < count:
@@ -429,7 +429,7 @@ class ProcessPool(WorkerPool):
             worker.send({**self._keys, "log": str(worker.log)})
 
     def messages(self, seconds: float) -> list[tuple[StageWorker, dict[str, Any]]]:
-        """Waits for messages of the workers."""
+        """Waits for messages from the workers."""
         messages: list[tuple[StageWorker, dict[str, Any]]] = []
         for ready, _ in self._selector.select(seconds):
             worker: ProcessWorker = ready.data
@@ -457,7 +457,7 @@ class ProcessPool(WorkerPool):
 def worker_devices(device: torch.device, environment: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
     """Returns the device names of the workers and the environment variables that select them.
 
-    Each worker sees its own GPU only, so that no library allocates memory on another.
+    Each worker sees only its own GPU, so that no library allocates memory on another GPU.
 
     Args:
         device: Device of the plan's model; `cuda` without an index stands for all GPUs.
@@ -465,7 +465,7 @@ def worker_devices(device: torch.device, environment: Mapping[str, str]) -> list
     """
     if device.type != "cuda":
         return [(str(device), {})]
-    # The indices of torch count the visible GPUs, which may be a selection already.
+    # torch numbers only the visible GPUs, which may already be a subset of all GPUs.
     visible = [name for name in environment.get(_VISIBLE, "").split(",") if name]
     indices = [one.index or 0 for one in devices_of(device)]
     return [(f"cuda:{index}", {_VISIBLE: visible[index] if visible else str(index)}) for index in indices]
@@ -484,7 +484,7 @@ def choose_jobs(context: RunContext, requested: int | None) -> int:
     available, needed = available_bytes(), worker_bytes(context.model_bytes)
     if available is not None and (fitting := max(1, available // needed)) < jobs:
         problem = f"{jobs} processes need about {human_bytes(jobs * needed)} of memory"
-        warning = f"{problem}, {human_bytes(available)} is available; using {fitting}"
+        warning = f"{problem}, but only {human_bytes(available)} is available; using {fitting}"
         warnings.warn(warning, JobsWarning, stacklevel=4)
         jobs = fitting
     if context.device.type == "cuda" and (fitting := workers_on_gpus(context.device, context.model_bytes)) < jobs:

@@ -1,4 +1,4 @@
-"""Stages that measure: accuracies, negation, disentanglement, localisation, drift and spectra."""
+"""Stages that measure accuracies, negation, disentanglement, localisation, drift and spectra."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class BaseAccuracyStage(MeasurementStage):
-    """Accuracy of the base model on one task."""
+    """Measures the accuracy of the base model on one task."""
 
     kind: ClassVar[str] = "scores"
     purpose: ClassVar[str] = "accuracy on the test examples"
@@ -33,11 +33,11 @@ class BaseAccuracyStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the file: the task."""
+        """Name of the stage, derived from the task."""
         return f"{self.task}.base"
 
     def settings(self) -> dict[str, Any]:
-        """Returns the head and the examples; prototype heads depend on the training data."""
+        """Returns the settings of the head and the examples, including the training data for prototype heads."""
         plan = self.context.plan
         return {"what": "base", "head": plan.model.head, **evaluation_settings(self, [self.task], ["test", "train"])}
 
@@ -56,7 +56,7 @@ class BaseAccuracyStage(MeasurementStage):
 
 @dataclass(frozen=True, eq=False)
 class SweepStage(MeasurementStage):
-    """Accuracy of a vector on one task, at every α."""
+    """Measures the accuracy of a vector on one task, at every α."""
 
     kind: ClassVar[str] = "scores"
     purpose: ClassVar[str] = BaseAccuracyStage.purpose
@@ -68,7 +68,7 @@ class SweepStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the file: task, split and vector."""
+        """Name of the stage, composed of task, split and vector."""
         return f"{self.task}.{self.split}.{self.vector.name}"
 
     @property
@@ -108,7 +108,7 @@ class SweepStage(MeasurementStage):
         }
 
     def cost(self) -> float:
-        """Returns the cost: one linearised pass, about three ordinary ones, or an ordinary pass for each α."""
+        """Returns the cost: a linearised pass counts as three ordinary passes; other regimes need a pass for each α."""
         linear = self.context.plan.regime_of(self.vector.arm) == "linear"
         return (3.0 if linear else len(self.alphas)) * count_examples(self, self.task, self.split)
 
@@ -129,7 +129,7 @@ class SweepStage(MeasurementStage):
 
 @dataclass(frozen=True, eq=False)
 class NegationStage(MeasurementStage):
-    """A vector subtracted from the model, and the accuracy on its task and on a control task."""
+    """Subtracts a vector from the model, and measures the accuracy on its task and on a control task."""
 
     kind: ClassVar[str] = "negated"
     purpose: ClassVar[str] = "the removal of each task, and its effect on a control task"
@@ -141,7 +141,7 @@ class NegationStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the file: that of the vector."""
+        """Name of the stage, which is that of the vector."""
         return self.vector.name
 
     @property
@@ -150,7 +150,7 @@ class NegationStage(MeasurementStage):
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the control task, the share to keep, the values of α and the examples."""
+        """Returns the control task, the fraction of its accuracy to keep, the values of α and the examples."""
         tasks = [self.vector.task, self.control]
         return {
             "control": self.control,
@@ -184,20 +184,20 @@ class NegationStage(MeasurementStage):
         return dict(negation)
 
     def cost(self) -> float:
-        """Returns the cost of both tasks on both splits."""
+        """Returns the cost of evaluating both tasks on both splits."""
         tasks = (self.vector.task, self.control)
         return 3.0 * sum(count_examples(self, task, split) for task in tasks for split in ("validation", "test"))
 
 
 def require_no_class_measurement(evaluation: EvaluationSection) -> None:
-    """Checks that a plan of tasks with completions, which have no classes, measures nothing that compares classes.
+    """Checks that a plan whose tasks have completions instead of classes has no measurement that needs classes.
 
     Raises:
-        KfacpackError: If it measures negation or disentanglement.
+        KfacpackError: If the plan measures negation or disentanglement.
     """
     for key in ("negation", "disentanglement"):
         if getattr(evaluation, key) is not None:
-            problem = f"prompts with completions have no classes, which evaluation.{key} compares"
+            problem = f"evaluation.{key} requires classes, but prompts with completions have none"
             raise KfacpackError(f"{problem}; remove {key}, or leave out the task")
 
 
@@ -223,7 +223,7 @@ class AnalysisStage(MeasurementStage):
     """Base class of measurements on several vectors of one arm."""
 
     kind: ClassVar[str] = "understanding"
-    purpose: ClassVar[str] = "where the vectors act, and whether the bundles predict it"
+    purpose: ClassVar[str] = "disentanglement and localisation of the vectors, drift, and spectra of a bundle"
 
     vectors: tuple[TaskVectorStage, ...]
     examples: str
@@ -233,7 +233,7 @@ class AnalysisStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the file: measurement, arm and seed."""
+        """Name of the stage, composed of measurement, arm and seed."""
         return f"{self.measurement}.{self.vectors[0].variant}"
 
     @property
@@ -251,7 +251,7 @@ class AnalysisStage(MeasurementStage):
         return {"what": self.measurement, **evaluation_settings(self, self.tasks, ["test"]), "some": self.examples}
 
     def cost(self) -> float:
-        """Returns the cost of every vector on the examples of every task."""
+        """Returns the cost of evaluating every vector on the examples of every task."""
         return 3.0 * len(self.vectors) * sum(self._count(task) for task in self.tasks)
 
     def _count(self, task: str) -> int:
@@ -262,7 +262,7 @@ class AnalysisStage(MeasurementStage):
         return {"batch_size": self.context.plan.evaluation.batch_size, "on_progress": monitor.report}
 
     def evaluation_sets(self) -> list[EvaluationSet]:
-        """Returns test examples of every task."""
+        """Returns the test examples of every task."""
         return [self.context.evaluation_set(task, "test", self.examples) for task in self.tasks]
 
     def load_vectors(self) -> dict[str, TaskVector]:
@@ -280,7 +280,7 @@ class DisentanglementStage(AnalysisStage):
 
     @property
     def name(self) -> str:
-        """Name of the file: measurement, tasks, arm and seed."""
+        """Name of the stage, composed of measurement, tasks, arm and seed."""
         return f"{self.measurement}.{'-'.join(self.tasks)}.{self.vectors[0].variant}"
 
     def settings(self) -> dict[str, Any]:
@@ -311,7 +311,7 @@ class LocalisationStage(AnalysisStage):
 
 @dataclass(frozen=True, eq=False)
 class DriftStage(AnalysisStage):
-    """The drift that bundles predict, and the drift measured on data."""
+    """Compares the drift that bundles predict with the drift measured on data."""
 
     measurement: ClassVar[str] = "drift"
 
@@ -324,11 +324,11 @@ class DriftStage(AnalysisStage):
         return (*self.vectors, *self.bundles)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the examples, also those of single layers."""
+        """Returns the examples, and the number of examples for single layers."""
         return {**super().settings(), "layer_examples": self.layer_examples}
 
     def cost(self) -> float:
-        """Returns the cost of whole vectors and of single layers, assuming about thirty blocks."""
+        """Returns the cost of measuring whole vectors and single layers, assuming thirty blocks."""
         layers = 30.0 * self.layer_examples * len(self.vectors) * len(self.bundles)
         return super().cost() + 3.0 * layers
 
@@ -346,7 +346,7 @@ class DriftStage(AnalysisStage):
 
 @dataclass(frozen=True, eq=False)
 class SpectraStage(MeasurementStage):
-    """Eigenvalues of the factors of one bundle."""
+    """Computes the eigenvalues of the factors of one bundle."""
 
     measurement: ClassVar[str] = "spectra"
 
@@ -357,7 +357,7 @@ class SpectraStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the file: measurement and bundle."""
+        """Name of the stage, composed of measurement and bundle."""
         return f"{self.measurement}.{self.bundle.name}"
 
     @property
@@ -374,5 +374,5 @@ class SpectraStage(MeasurementStage):
         return spectra(load(self.bundle.path), on_progress=monitor.report)
 
     def cost(self) -> float:
-        """Returns a constant: no model is run."""
+        """Returns a constant, because no model is run."""
         return 200.0

@@ -1,4 +1,4 @@
-"""Checks all stages of a plan without weights and data: shapes, bytes, and the time on a named GPU.
+"""Checks all stages of a plan without weights or data, and forecasts shapes, file sizes and the time on a named GPU.
 
 The model has random weights. Published tasks are replaced by stand-ins with as many examples and classes as the data on
 the Hub, but blank images or texts. All stages are built from these, with their keys, commands and costs. File sizes are
@@ -59,7 +59,7 @@ _IMAGE_SIZE = 256
 
 @dataclass
 class StandInSplit:
-    """As many blank examples as a published split has."""
+    """Stand-in for a published split, with as many examples, all of which are blank."""
 
     source: DataOrigin
     size: int
@@ -96,7 +96,7 @@ class StandInTask:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Stand-ins for the names of the classes."""
+        """Placeholders for the names of the classes."""
         return tuple(f"class {number}" for number in range(self.definition.classes))
 
     @property
@@ -120,11 +120,11 @@ class StandInTask:
         return self.definition.repository
 
     def notices(self, model: str) -> tuple[str, ...]:
-        """Returns no notes."""
+        """Returns an empty tuple, because stand-ins have no notices."""
         return ()
 
     def listing(self, split: str) -> list[tuple[str, str]]:
-        """Returns no files."""
+        """Returns an empty list, because stand-ins have no files."""
         return []
 
     def split(self, name: str) -> StandInSplit:
@@ -150,13 +150,14 @@ def stand_in_task(name: str, data: str | None) -> Task:
     if data is None and name in TASKS:
         return load_task(name)
     if name not in PUBLISHED:
-        problem = "its size is unknown without its data"
-        raise KfacpackError(f"{printable(name)}: {problem}. --gpu supports embedded and published tasks; omit it")
+        problem = "the number of examples is unknown without the data"
+        remedy = "--gpu supports only embedded and published tasks; omit --gpu"
+        raise KfacpackError(f"{printable(name)}: {problem}. {remedy}")
     return StandInTask(PUBLISHED[name])
 
 
 def _write_t5(folder: Path, shape: Mapping[str, Any]) -> None:
-    """Writes the config of a T5, and a tokenizer that maps all words except names of classes to `<unk>`."""
+    """Writes the config of a T5 model, and a tokenizer that maps all words except names of classes to `<unk>`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, T5Config
 
@@ -203,14 +204,15 @@ class OfflineContext(RunContext):
 
 @dataclass(frozen=True)
 class KindForecast:
-    """The stages of one kind."""
+    """Forecast for the stages of one kind."""
 
     kind: str
     stages: int
+    """Number of stages."""
     bytes: int
-    """Size of their files."""
+    """Size of their files in bytes."""
     hours: float
-    """Time on one GPU."""
+    """Time on one GPU in hours."""
 
 
 @dataclass(frozen=True)
@@ -225,13 +227,13 @@ class OfflineForecast:
     largest_side: int
     """Side of the largest matrix of a bundle."""
     forward_flops: int
-    """Operations of one forward pass of one example."""
+    """Number of floating-point operations of one forward pass of one example."""
     gpu: str
     kinds: tuple[KindForecast, ...]
     bytes: int
-    """Size of all files."""
+    """Size of all files in bytes."""
     hours: float
-    """Time of all stages on one GPU."""
+    """Time of all stages on one GPU in hours."""
 
 
 class _Sizes:
@@ -250,7 +252,7 @@ class _Sizes:
         return self._forecasts[stage.structure]
 
     def of(self, stage: Stage) -> int:
-        """Returns the size of the file of a stage; that of a measurement is neglected."""
+        """Returns the size of a stage's file in bytes; 0 for measurements, whose files are small."""
         if isinstance(stage, EstimateStage):
             return self._bundle(stage, stage.options.compress, None)
         if isinstance(stage, CompressStage):
@@ -287,10 +289,10 @@ class _Sizes:
 
 
 def matrix_sides(block: BlockForecast) -> list[int]:
-    """Returns the sides of the symmetric matrices of a block, without those that an earlier block has as well.
+    """Returns the sides of the symmetric matrices of a block, except for matrices shared with an earlier block.
 
     Args:
-        block: The block. Its number of bytes tells which of its matrices are its own.
+        block: The block. Its size in bytes shows which of its matrices are stored with it.
     """
     rows, columns = block.rows, block.columns
     candidates = [[rows, columns], [rows], [columns]] if block.structure == "kronecker" else [[rows * columns]]
@@ -300,7 +302,7 @@ def matrix_sides(block: BlockForecast) -> list[int]:
 
 @cache
 def encoded_bytes(chain: CodecChain, side: int) -> int:
-    """Returns the size of a symmetric float32 matrix that is compressed by a chain of codecs.
+    """Returns the size in bytes of a symmetric float32 matrix that is compressed by a chain of codecs.
 
     Args:
         chain: The codecs. Steps that do not make the matrix smaller are skipped.
@@ -319,14 +321,14 @@ def encoded_bytes(chain: CodecChain, side: int) -> int:
 
 
 def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
-    """Builds all stages of a plan without weights and data.
+    """Builds all stages of a plan without weights or data, and forecasts sizes and times.
 
     Args:
         plan: The plan.
         gpu: Name of a GPU, as for `find_gpu`.
 
     Returns:
-        Shapes, bytes and hours.
+        The shapes of the bundles, the sizes of the files and the time of the stages.
 
     Raises:
         KfacpackError: If the GPU is unknown, or a stage cannot be built; the message starts with the location in the
@@ -362,10 +364,10 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
 
 
 def _forward_flops(context: RunContext) -> int:
-    """Counts the operations of one forward pass of one example of the first task."""
+    """Counts the floating-point operations of one forward pass of one example of the first task."""
     name = context.plan.tasks[0].name
     batch = context.model.prepare([context.task(name).split("test")[0]], name)
-    # With gradients, because the fused attention that is used without them is not counted.
+    # Gradients are enabled, because the fused attention that is used without them is not counted.
     with FlopCounterMode(display=False) as counter:
         call_model(context.model.forward, batch)
     return int(counter.get_total_flops())

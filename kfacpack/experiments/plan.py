@@ -170,7 +170,7 @@ class Plan(PlanSection):
         return None
 
     def regime_of(self, arm: str) -> RegimeName:
-        """Returns the regime of an arm's vectors; extracted vectors are those of ordinary fine-tuning."""
+        """Returns the regime of an arm's vectors; "full" for extracted vectors, which are from ordinary fine-tuning."""
         return "full" if self.arms[arm].vectors is not None else self.training_of(arm).regime
 
     def training_of(self, arm: str) -> TrainingSection:
@@ -240,7 +240,7 @@ class Plan(PlanSection):
         """Returns the folder of a local model, such as `t5:DIR`; None for names on the Hub.
 
         Raises:
-            KfacpackError: If the folder exists in the working directory but not beside the plan.
+            KfacpackError: If the folder exists in the working directory but not in the folder of the plan.
         """
         prefix, _, name = self.model.name.partition(":")
         if prefix not in FAMILIES or not FAMILIES[prefix].takes_folder or not name:
@@ -254,7 +254,7 @@ class Plan(PlanSection):
         return None
 
     def resolve_path(self, text: str) -> Path:
-        """Resolves a path of the plan: `$NAME` and `~` are expanded, relative paths start from the plan's folder.
+        """Resolves a path of the plan: expands `$NAME` and `~`, and interprets relative paths from the plan's folder.
 
         Raises:
             KfacpackError: If an environment variable in the path is not set.
@@ -262,12 +262,12 @@ class Plan(PlanSection):
         expanded = os.path.expandvars(text)
         if unset := re.search(r"\$\{?(\w+)", expanded):
             problem = f"environment variable {unset[1]} is not set"
-            raise KfacpackError(f"{text}: {problem}. Set it, or write the path into the plan")
+            raise KfacpackError(f"{text}: {problem}. Set it, or write the whole path in the plan")
         return self._folder / expand_user(expanded)
 
 
 def _mismatch(tasks: list[str], vectors: Mapping[str, str] | None) -> str | None:
-    """Returns why the checkpoints of an arm do not match the tasks of the plan, or None if they do."""
+    """Describes the mismatch between the checkpoints of an arm and the tasks of the plan; None if they match."""
     if vectors is None:
         return None
     for task in tasks:

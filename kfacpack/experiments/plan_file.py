@@ -1,4 +1,4 @@
-"""Reads plans from YAML and reports errors with file, line and key; also holds the plan of `kfacpack demo`."""
+"""Reads plans from YAML and reports errors with file, line and key; also contains the plan of `kfacpack demo`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kfacpack.training.penalty_weights import STRENGTH
 
 _MAX_BYTES = 1 << 20
 _SCALES = "scales"
-"""Key of a plan with settings for other sizes of the same comparison."""
+"""Key of a plan that contains settings for other sizes of the same comparison."""
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
 
@@ -71,12 +71,12 @@ def _read(path: Path) -> str:
     """Reads a YAML file."""
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise KfacpackError(f"{path}: larger than {_MAX_BYTES} bytes; expected a plan, a short YAML file")
+            raise KfacpackError(f"{path}: larger than {_MAX_BYTES} bytes; expected a plan in YAML")
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise KfacpackError(f"{path}: cannot be read: {error.strerror}. Expected a plan, a YAML file") from error
+        raise KfacpackError(f"{path}: cannot be read: {error.strerror}. Expected a plan in YAML") from error
     except UnicodeDecodeError as error:
-        raise KfacpackError(f"{path}: not UTF-8 text; expected a plan, a YAML file") from error
+        raise KfacpackError(f"{path}: not UTF-8 text; expected a plan in YAML") from error
 
 
 def scales_of(path: Path) -> list[str]:
@@ -94,7 +94,7 @@ def scales_of(path: Path) -> list[str]:
 def _scales(content: dict[str, Any], name: str) -> dict[str, Any]:
     scales = content.get(_SCALES) or {}
     if not isinstance(scales, dict):
-        raise KfacpackError(f"{name}: {_SCALES}: expected names with settings that override those of the plan")
+        raise KfacpackError(f"{name}: {_SCALES}: expected a name for each set of settings that override the plan's")
     return scales
 
 
@@ -205,7 +205,7 @@ def _key_lines(node: yaml.Node, key_path: KeyPath, lines: dict[KeyPath, int], na
             line = key.start_mark.line + 1
             if inner in lines:
                 key, first = ".".join(map(str, inner)), lines[inner]
-                raise KfacpackError(f"{name}, line {line}: duplicate key {printable(key)}, first used in line {first}")
+                raise KfacpackError(f"{name}, line {line}: duplicate key {printable(key)}, first used on line {first}")
             lines[inner] = line
             _key_lines(value, inner, lines, name)
     elif isinstance(node, yaml.SequenceNode):
@@ -214,7 +214,7 @@ def _key_lines(node: yaml.Node, key_path: KeyPath, lines: dict[KeyPath, int], na
 
 
 def _with_text_keys(value: Any) -> Any:
-    """Converts the keys of all mappings to text: YAML reads a key such as `1:` as a number."""
+    """Converts the keys of all mappings to text, because YAML reads a key such as `1:` as a number."""
     if isinstance(value, dict):
         return {str(key): _with_text_keys(entry) for key, entry in value.items()}
     return [_with_text_keys(entry) for entry in value] if isinstance(value, list) else value
@@ -246,7 +246,7 @@ def _describe(key_path: KeyPath, error: Any) -> str:
         return f"unknown key; expected one of: {', '.join(_expected_keys(key_path[:-1]))}"
     message = _MESSAGES.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "should")
     if kind == "too_short":
-        message = f"expected at least {context['min_length']}"
+        message = f"expected at least {context['min_length']} entries"
     return printable(f"{message}, got {printable(repr(error.get('input')))[:80]}", max_length=1000)
 
 
@@ -268,7 +268,7 @@ _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {
     ("evaluation", "localisation"): plans.ExamplesSection,
     ("evaluation", "drift"): plans.DriftSection,
 }
-"""The section at each location, without the names of arms and list indices."""
+"""Class of the section at each location. The locations omit the names of arms and list indices."""
 
 
 def _expected_keys(key_path: Sequence[str | int]) -> list[str]:

@@ -46,13 +46,13 @@ BASELINE = "without"
 
 
 class PlanSection(BaseModel):
-    """Base class of the sections of a plan: immutable, and unknown keys are errors."""
+    """Base class of the sections of a plan, which are immutable and reject unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ModelSection(PlanSection):
-    """The model that is fine-tuned, and how it is loaded."""
+    """The model to fine-tune, and the options for loading it."""
 
     name: ShortText = "tiny"
     weights: ShortText | None = None
@@ -99,7 +99,7 @@ def _alphas(text: str) -> str:
 def _magnitudes(text: str) -> str:
     if negative := [alpha for alpha in parse_alphas(text) if alpha < 0]:
         raise KfacpackError(
-            f"alpha {negative[0]:g}: negation already subtracts the vector; expected zero or more, such as 0:3:0.1"
+            f"alpha {negative[0]:g}: negation already subtracts the vector; expected at least 0, such as 0:3:0.1"
         )
     return text
 
@@ -129,7 +129,7 @@ Magnitudes = Annotated[ShortText, BeforeValidator(str), _validated_by(_magnitude
 
 
 class CurvatureSection(PlanSection):
-    """How the curvature of each task is estimated."""
+    """Settings for estimating the curvature of each task."""
 
     examples: Examples = "256"
     fisher: Fisher = "mc"
@@ -142,7 +142,7 @@ class CurvatureSection(PlanSection):
 
 
 class TrainingSection(PlanSection):
-    """How the task vectors are trained."""
+    """Settings for training the task vectors."""
 
     regime: RegimeName = "linear"
     steps: Positive = 100
@@ -151,17 +151,17 @@ class TrainingSection(PlanSection):
     warmup: Annotated[FiniteNumber, Field(ge=0, le=1)] = 0.1
     weight_decay: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] = 0.1
     compile: bool = False
-    """Whether torch.compile compiles the linearised step."""
+    """Whether to compile the linearised step with torch.compile."""
     clip: Annotated[FiniteNumber, Field(gt=0)] | None = None
     """Maximum norm of the gradient."""
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] | None = None
     """Share of the weights that the regime `sparse` trains."""
     mask: Literal["data", "bundles"] = "data"
-    """How the weights of the regime `sparse` are selected: on validation examples, or by the other tasks' bundles."""
+    """Selection of the weights of the regime `sparse`: on validation examples, or by the other tasks' bundles."""
 
     @property
     def key(self) -> dict[str, Any]:
-        """The settings that determine a vector. Later additions are left out if they have their defaults."""
+        """The settings that determine a vector. Those added in newer versions are omitted at their defaults."""
         added = ("compile", "clip", "keep", "mask")
         defaults = {name: TrainingSection.model_fields[name].default for name in added}
         return {name: value for name, value in self.model_dump().items() if defaults.get(name, ...) != value}
@@ -178,7 +178,7 @@ class ArmSection(PlanSection):
     """One way of obtaining the vectors of all tasks: by training, or by extraction from checkpoints."""
 
     vectors: Annotated[dict[ShortText, ShortText], Field(min_length=1)] | None = None
-    """By task, a fine-tuned checkpoint or an adapter to extract the vector from: a file, a folder or `hf://…`."""
+    """Fine-tuned checkpoint or adapter from which the vector of each task is extracted: file, folder or `hf://…`."""
     penalty: Literal["none", "kronecker", "diagonal", "data"]
     rule: Literal["tak", "optimal", "stack"] = "tak"
     rank: Positive = 1
@@ -186,7 +186,7 @@ class ArmSection(PlanSection):
     preset: Literal["tak"] | None = None
     """`tak`: the scaling and the group weights of the paper, for which `strength` must be given."""
     every: Positive = 1
-    """The penalty is applied at every N-th step."""
+    """Interval of the penalty in steps: N applies it at every N-th step."""
     compress: CodecSpec | None = None
     """Codec of the bundles of this arm, as for `kfacpack compress`. They are compressed before they are merged."""
     budget: Budget | None = None
@@ -201,19 +201,19 @@ class ArmSection(PlanSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_penalty_of_extracted_vectors(cls, value: Any) -> Any:
+    def _default_penalty_of_extracted_vectors(cls, value: Any) -> Any:
         return {"penalty": "none", **value} if isinstance(value, dict) and value.get("vectors") else value
 
     @property
     def lam(self) -> float:
-        """λ: the `strength` of the plan, or the default of the penalty with the metric of the bundles."""
+        """λ: the `strength` of the arm, or the default for its penalty and the metric of its bundles."""
         return resolve_strength(self.strength, on_data=self.penalty == "data", metric=self._metric)
 
     @model_validator(mode="after")
     def _check_settings_apply(self) -> ArmSection:
         if self.vectors is not None and (self.penalty != "none" or "training" in self.model_fields_set):
             key = "penalty" if self.penalty != "none" else "training"
-            raise ValueError(f"{key} does not apply to vectors that are extracted; remove it, or remove vectors")
+            raise ValueError(f"{key} does not apply to extracted vectors; remove {key} or vectors")
         for key, penalties in (
             ("rule", ("kronecker", "diagonal")),
             ("rank", ("kronecker",)),
@@ -248,7 +248,7 @@ class MethodSection(PlanSection):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the method that are not defaults."""
+        """The settings of the method that the plan states."""
         return dict(self.model_extra or {})
 
     @property
@@ -264,7 +264,7 @@ class MethodSection(PlanSection):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: Any) -> Any:
-        """Expands a name alone, and fills in the label."""
+        """Expands a bare name to a mapping, and fills in the label."""
         value = {"name": value} if isinstance(value, str) else value
         if not isinstance(value, dict) or "label" in value:
             return value
@@ -302,7 +302,7 @@ class PairsSection(PlanSection):
 
     alphas: Alphas = "-2:2:0.5"
     pairs: tuple[tuple[ShortText, ShortText], ...] | None = None
-    """Pairs to measure. Defaults to the first task with each of the others."""
+    """Pairs to measure. Defaults to the pairs of the first task with each of the others."""
     examples: Examples = "200"
 
 
@@ -327,7 +327,7 @@ class EvaluationSection(PlanSection):
     methods: Annotated[tuple[MethodSection, ...], Field(min_length=1)] = (MethodSection(name="sum"),)
     alphas: Alphas = "0:2:0.1"
     method_alphas: bool = False
-    """Whether every method is evaluated at all `alphas`, instead of only the first one."""
+    """Whether all methods are evaluated at all `alphas`, instead of only the first method."""
     negation: NegationSection | None = None
     disentanglement: PairsSection | None = None
     localisation: ExamplesSection | None = None

@@ -79,7 +79,7 @@ class StageActor:
             for kind in {stage.kind for stage in self._stages.values()}:
                 (root / kind).mkdir()
             return {"event": "ready", "node": node}
-        except Exception as error:  # the driver reports it
+        except Exception as error:  # the scheduler reports it
             return failure(error)
 
     def compute(
@@ -90,7 +90,7 @@ class StageActor:
         Args:
             key: Key of the stage.
             names: Files that the stage needs and that were not sent before, relative to the folder of the run.
-            *contents: Their contents.
+            *contents: Contents of these files.
 
         Returns:
             The message for the scheduler, the texts of warnings, and the files that were written.
@@ -117,7 +117,7 @@ class StageActor:
         return self._progress
 
     def stop(self) -> None:
-        """Requests the current stage to save its state and to stop."""
+        """Asks the current stage to save its state and to stop."""
         self._stop.set()
 
     def close(self) -> None:
@@ -132,10 +132,10 @@ def _own_files(stage: Stage) -> list[Path]:
 
 
 def _require_same_keys(context: RunContext, keys: Mapping[str, Any], node: str) -> None:
-    """Checks that versions, model and local data of this node are those of the scheduler.
+    """Checks that the versions, the model and the local data on this node are the same as those of the scheduler.
 
     Raises:
-        KfacpackError: If they differ.
+        KfacpackError: If any of them differs.
     """
     pairs: list[tuple[str, Any, Any]] = [
         ("kfacpack", version("kfacpack"), keys["kfacpack"]),
@@ -149,7 +149,7 @@ def _require_same_keys(context: RunContext, keys: Mapping[str, Any], node: str) 
     pairs += [(f"{arm}, {task}", context.checkpoint_key(arm, task), value) for arm, task, value in keys["checkpoints"]]
     for name, value, expected in pairs:
         if value != expected:
-            problem = f"Ray node {node}: {name} is {value}, expected {expected} as on the machine that runs the command"
+            problem = f"Ray node {node}: {name} is {value}, expected {expected}, as on the machine of the command"
             raise KfacpackError(f"{problem}. Install the same versions and copy the same files to all nodes")
 
 
@@ -158,10 +158,10 @@ class RayWorker(StageWorker):
 
     Args:
         number: Number of the worker, from 1.
-        device: Kind of its device.
+        device: Kind of the device of its model.
         root: Folder of the run.
         actor: The handle of the actor.
-        contents: The files in the object store, by name; shared by all workers.
+        contents: References to the files in the object store, by name; shared by all workers.
     """
 
     def __init__(self, number: int, device: str, root: Path, actor: Any, contents: dict[str, Any]):
@@ -177,7 +177,7 @@ class RayWorker(StageWorker):
 
     @property
     def where(self) -> str:
-        """Number and node."""
+        """Number and node of the worker, for messages."""
         return f"worker {self.number}" + (f" on {self.node}" if self.node else "")
 
     def location(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class RayWorker(StageWorker):
         return {**super().location(), "node": self.node}
 
     def start(self, stage: Stage) -> None:
-        """Sends the key of the stage, and the files that it needs and the actor lacks."""
+        """Sends the key of the stage, and those of its files that the actor does not have yet."""
         files = [*(dependency.path for dependency in stage.inputs), *_own_files(stage)]
         names = [str(file.relative_to(self._root)) for file in files]
         names = [name for name in dict.fromkeys(names) if name not in self._sent]
@@ -196,12 +196,12 @@ class RayWorker(StageWorker):
         self.result = self.actor.compute.remote(stage.key, names, *(self._contents[name] for name in names))
 
     def stop(self) -> None:
-        """Requests the actor to stop its stage."""
+        """Asks the actor to stop its stage."""
         self.actor.stop.remote()
 
 
 def _summary(error: RayError) -> str:
-    """Returns the first line of an error, and the last one, which is that of its cause."""
+    """Returns the first and the last line of an error; the last line describes its cause."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
     return printable(" … ".join(dict.fromkeys([lines[0], lines[-1]]))) if lines else type(error).__name__
 
@@ -217,7 +217,7 @@ def _connect(address: str) -> None:
     try:
         host, _, port = address.rpartition(":")
         if host and port.isdecimal() and "/" not in host:
-            # Ray retries for minutes.
+            # Fail early if the port is closed: Ray itself would retry for minutes.
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
@@ -231,11 +231,12 @@ def _connect(address: str) -> None:
 class RayPool(WorkerPool):
     """The workers of a run on a Ray cluster.
 
-    There are as many as the nodes have resources for; nodes that join later are used as well.
+    The resources of the nodes determine the number of workers; nodes that join later are used as well.
 
     Args:
-        address: Address of the cluster. `"auto"` is that in RAY_ADDRESS, a cluster that is running on this machine, or
-            else a new one, with a `JobsWarning`; `"local"` is a new one on this machine.
+        address: Address of the cluster. `"auto"` uses the address in RAY_ADDRESS or a cluster that is running on this
+            machine; if there is neither, it starts a new cluster and issues a `JobsWarning`. `"local"` always starts a
+            new cluster on this machine.
         setup: The plan and the other settings of the run; see `run_setup`.
         root: Folder of the run.
         context: The context of the run.
@@ -318,7 +319,7 @@ class RayPool(WorkerPool):
         return messages
 
     def _receive(self, worker: RayWorker, reference: Any) -> list[dict[str, Any]]:
-        """Returns the messages of a call that has ended."""
+        """Returns the messages that result from a finished remote call."""
         try:
             value = ray.get(reference)
         except RayTaskError as error:
@@ -337,7 +338,7 @@ class RayPool(WorkerPool):
         for name, content in files.items():
             write_atomically(self._root / name, content)
         if message["event"] == "finished" and worker.stage:
-            for file in _own_files(worker.stage):  # a saved state that was resumed
+            for file in _own_files(worker.stage):  # the saved state from which the stage was resumed
                 if str(file.relative_to(self._root)) not in files:
                     file.unlink()
         return [*({"event": "warning", "text": text} for text in texts), message]

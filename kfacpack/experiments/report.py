@@ -22,9 +22,9 @@ def render_page(report: ReportContent, drawings: Mapping[str, Mapping[str, bytes
 
     Args:
         report: The content of the page.
-        drawings: SVG files by the name of the figure's file, then by theme.
+        drawings: Contents of SVG files, by the name of the figure's file and by theme.
     """
-    # Imported here: invalid results are reported without waiting for Jinja and Matplotlib.
+    # Imported here, so that invalid results are reported without waiting for Jinja and Matplotlib.
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -85,13 +85,13 @@ def report(
 ) -> Path:
     """Writes the report of a run as one HTML page.
 
-    A JSON file with the same name holds every number of the page, and the folder `figures` beside it every figure as
-    SVG and PNG. Figures that only the replaced report used are removed. The page is written last. The same results
-    give the same bytes.
+    A JSON file with the same name contains every number of the page; the folder `figures` beside it contains every
+    figure as SVG and PNG. If the report replaces an older one, figures of the older report that are no longer used are
+    removed. The page is written last. The same results give the same bytes.
 
     Args:
         run_dir: Folder of a run, with `results.json` and, optionally, `times.json`.
-        output: The page to write; its name ends in `.html` and its folder exists.
+        output: The page to write. Its name must end in `.html`, and its folder must exist.
         on_progress: Called with the number of figures drawn and their total.
 
     Returns:

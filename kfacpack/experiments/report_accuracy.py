@@ -25,16 +25,17 @@ from kfacpack.experiments.results_schema import (
 )
 
 _MAX_NORMALISED = 3
-"""Number of merge methods up to which the tables by task also have normalised accuracies."""
+"""Maximum number of merge methods for which the tables by task also contain normalised accuracies."""
 _MOSTLY_RECOVERED = 0.75
-"""Recovered fraction from which the report states that the vectors of an arm can be added."""
+"""Minimum recovered fraction at which the report states that the vectors of an arm can be added."""
 
 
 def headline(results: Results) -> list[Cell]:
-    """Returns the conclusion: compares the best penalty that needs no data of other tasks with no penalty.
+    """Returns the conclusion of the report.
 
-    Without such a pair of arms, the best arm is compared with the single vectors. If there are no penalties but several
-    merge methods, the best method is compared with the sum.
+    It compares the best arm whose penalty needs no data of other tasks with the arm without a penalty. Without such a
+    pair of arms, it compares the best arm with the single vectors. If there are no penalties but several merge methods,
+    it compares the best method with the sum.
     """
     if len(results.methods) > 1 and all(arm.penalty is None for arm in results.arms):
         return _method_headline(results)
@@ -53,11 +54,11 @@ def headline(results: Results) -> list[Cell]:
     ]  # fmt: skip
     if plain is None or plain == best:
         return sentences
-    sentences += [text("Without a penalty, it is"), _share(plain.added), text("and"), _share(plain.individual)]
+    sentences += [text("Without a penalty, these are"), _share(plain.added), text("and"), _share(plain.individual)]
     if best.recovered is None:
         return [*sentences, text(".")]
     recovery = f": “{best.arm}”, which needs no data of other tasks, recovers"
-    return [*sentences, text(recovery), _share(best.recovered), text("of that loss.")]
+    return [*sentences, text(recovery), _share(best.recovered), text("of the difference.")]
 
 
 def _perplexity_sentences(best: Summary, plain: Summary | None) -> list[Cell]:
@@ -92,7 +93,7 @@ def _method_headline(results: Results) -> list[Cell]:
 
 
 def _conclusion(best: Summary, plain: Summary) -> str:
-    """Returns the sentence to conclude with when an arm is compared with one that has no penalty."""
+    """Returns the first sentence of the conclusion on an arm with a penalty and one without; may be empty."""
     if plain.added >= plain.individual:
         return "These vectors do not interfere with each other, with or without a penalty. "
     if best.recovered is None:
@@ -111,10 +112,10 @@ def summary(results: Results) -> Section:
         id="summary",
         title="Summary",
         how_to_read="“Own vector” is the accuracy on each task with only its own vector; “all added” is the accuracy "
-        "of one model with all vectors. “Normalised” is the mean over tasks of the ratio of the two. “Recovered” is "
-        "the fraction by which this arm reduces the accuracy loss from adding, compared with the arm without a "
-        "penalty. “Removed” is the fraction of a task's margin over chance that is lost when its vector is subtracted."
-        + _completions_note(results),
+        "of one model with all vectors. “Normalised” is the second divided by the first, averaged over tasks. "
+        "“Recovered” is the fraction by which this arm reduces the accuracy loss from adding, compared with the "
+        "arm without a penalty. “Removed” is the fraction of a task's margin over chance that is lost when its vector "
+        "is subtracted." + _completions_note(results),
         tables=[_summary_table(results), _arms_table(results), *_methods_tables(results)],
         pictures=[picture] if picture else [],
     )
@@ -325,7 +326,7 @@ def over_alpha(results: Results) -> Section | None:
 
 
 def _method_sweeps(arm: ArmResult) -> dict[str, SweepResult]:
-    """Returns the mean sweep over seeds by merge method, for the methods that were evaluated at every α."""
+    """Returns the sweep averaged over seeds, for each merge method that was evaluated at every α."""
     first, *others = arm.seeds[0].added
     curves = {first: mean_sweep(arm.seeds)}
     curves |= {label: mean_sweep([seed.added[label] for seed in arm.seeds]) for label in others}
@@ -373,7 +374,7 @@ def negation(results: Results) -> Section | None:
     return Section(
         id="negation",
         title="Removing a task",
-        how_to_read="The vector of each task is subtracted. α is selected on the validation examples: the one that "
+        how_to_read="The vector of each task is subtracted. α is selected on the validation examples as the value that "
         "removes most of the task while the control task keeps its accuracy. “After” should be close to “chance”, and "
         "the accuracy of the control task should hardly change.",
         tables=tables,

@@ -40,9 +40,9 @@ def disentanglement(results: Results) -> Section | None:
     return Section(
         id="disentanglement",
         title="Disentanglement: do two vectors interfere?",
-        how_to_read="ξ is how often the prediction with both vectors differs from the prediction with the task's own "
-        "vector alone. Dark is good, and a large dark area means that α can be chosen freely. All maps have the same "
-        "colour scale.",
+        how_to_read="ξ is the share of predictions with both vectors that differ from those with the task's own vector "
+        "alone, summed over the two tasks. Dark is good, and a large dark area means that α can be chosen freely. All "
+        "maps have the same colour scale.",
         pictures=pictures,
     )
 
@@ -116,7 +116,7 @@ def drift(results: Results) -> Section | None:
                 file=file_name("drift", number, arm.name),
                 figure="drift",
                 data=data,
-                alt=f"Scatter plot of measured over predicted drift for the vectors of arm {arm.name}.",
+                alt=f"Scatter plot of measured against predicted drift for the vectors of arm {arm.name}.",
                 caption=arm.name,
             )
         )
@@ -159,8 +159,8 @@ def spectra(results: Results) -> Section | None:
         file="spectra",
         figure="spectra",
         data=results.spectra.model_dump(mode="json"),
-        alt="Line chart of the eigenvalues of the factors over their rank, both axes logarithmic.",
-        caption="Eigenvalues of the curvature factors over their rank.",
+        alt="Line chart of the eigenvalues of the factors against their ranks, with logarithmic axes.",
+        caption="Eigenvalues of the curvature factors against their ranks.",
     )
     return Section(
         id="spectra",

@@ -1,4 +1,4 @@
-"""The content of a report: sections of sentences, tables and figures, with every number as it was measured.
+"""The content of a report: sections with text, tables and figures, and all numbers at full precision.
 
 This is the content of `report.json`, from which the page is rendered. Helpers average over seeds and build file names.
 """
@@ -52,13 +52,13 @@ _FORMATTERS: dict[str, Callable[..., str]] = {
 
 
 class ReportModel(BaseModel):
-    """Base class of the parts of a report; immutable."""
+    """Base class of the parts of a report, which are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Cell(ReportModel):
-    """A value and how it is formatted."""
+    """A value and its format."""
 
     kind: CellKind
     value: int | float | str | None
@@ -89,12 +89,12 @@ class ReportTable(ReportModel):
 
 
 class ReportFigure(ReportModel):
-    """A figure: how it is drawn and described."""
+    """A figure: its data, its drawing function and its description."""
 
     file: str
     """Name of the file without suffix."""
     figure: str
-    """Name in `FIGURES`."""
+    """Name of the drawing function in `FIGURES`."""
     data: Any
     """Data argument of the drawing function."""
     options: dict[str, Any] = {}
@@ -128,7 +128,7 @@ class ReportContent(ReportModel):
     format: Literal["kfacpack.report/1"] = "kfacpack.report/1"
     title: str
     headline: list[Cell]
-    """One or two sentences, as alternating words and numbers."""
+    """One or two sentences, divided into text and numbers."""
     sections: list[Section]
 
 
@@ -144,7 +144,7 @@ def joined_text(cells: Sequence[Cell]) -> str:
 
 
 def over_seeds(kind: CellKind, values: Iterable[float | None]) -> Cell:
-    """Returns a cell with the mean of the values and, for several, their standard deviation; None is ignored."""
+    """Returns a cell with the mean and, for several values, the standard deviation; None values are ignored."""
     present = [value for value in values if value is not None]
     if not present:
         return Cell(kind=kind, value=None)
@@ -161,10 +161,10 @@ def mean_sweep(seeds: Sequence[SeedResult | AddedResult]) -> SweepResult | None:
 
 
 def mean_maps(seeds: Sequence[SeedResult]) -> list[tuple[DisentanglementResult, int]]:
-    """Averages ξ of each pair of tasks over the seeds that measured it at the same values of α.
+    """Averages ξ of each pair of tasks over the seeds in which it was measured at the same values of α.
 
     Returns:
-        The averaged result of each pair and the number of seeds it averages.
+        For each pair, the averaged result and the number of seeds.
     """
     groups: dict[tuple[object, ...], list[DisentanglementResult]] = {}
     for seed in seeds:

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 RESULTS, TIMES, EVENTS = "results.json", "times.json", "events.jsonl"
 _NOISE = 1e-9
-"""Differences below this are rounding errors of means; one example in ten million is a hundred times larger."""
+"""Differences below this are rounding errors of means. One example in ten million changes a mean by 1e-7."""
 
 
 def results(graph: StageGraph, text: str) -> dict[str, Any]:
     """Reads the files of all stages and returns the content of `results.json`.
 
     Args:
-        graph: The stages of the run, all of them done.
+        graph: The stages of the run, all of which must be done.
         text: The YAML text of the plan.
     """
     plan, context = graph.plan, graph.context
@@ -167,7 +167,7 @@ def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
         label: {"alpha": 1.0, **evaluation_result({task: stage.at(1.0) for task, stage in stages.items()}, individual)}
         for label, stages in run.sums.items()
     }
-    # The sweep of the first method, which is always there, is that of the arm.
+    # The sweep of the first method is recorded as that of the seed.
     first, *others = (_sweep(run.sums[label], validation) for label, validation in run.validation.items())
     for label, sweep in zip(list(run.validation)[1:], others, strict=True):
         added[label] |= sweep
@@ -192,7 +192,7 @@ def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
 
 
 def _sweep(test: Mapping[str, SweepStage], validation: Mapping[str, SweepStage]) -> dict[str, Any]:
-    """Returns the accuracies of a combined vector at every α, and the best α on validation."""
+    """Returns the accuracies of a combined vector at every α, and the best α on the validation split."""
     alphas = next(iter(test.values())).alphas
     table = as_table(alphas, {task: stage.scores() for task, stage in test.items()})
     held_out = as_table(alphas, {task: stage.scores() for task, stage in validation.items()})
@@ -202,7 +202,7 @@ def _sweep(test: Mapping[str, SweepStage], validation: Mapping[str, SweepStage])
 
 
 def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Summarises arms: means over tasks and seeds, and the standard deviation over seeds.
+    """Summarises arms by their means over tasks and seeds, and their standard deviations over seeds.
 
     Args:
         arms: The `arms` of `results.json`.
@@ -264,7 +264,7 @@ def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
 def _mean(values: Iterable[float | None]) -> float | None:
     """Averages the values that are not None; returns None if all are.
 
-    Values are missing for tasks whose accuracy was never above chance, which have no margin to lose.
+    For example, there is no removed fraction for tasks whose accuracy was not above chance before the subtraction.
     """
     present = [value for value in values if value is not None]
     return fmean(present) if present else None
@@ -279,12 +279,12 @@ class StageEvent(TypedDict):
     """A line of `events.jsonl`, which `--events` also prints to stderr."""
 
     time: float
-    """Seconds since 1970."""
+    """Time of the event, in seconds since 1970-01-01 UTC."""
     event: Literal["started", "finished", "retried", "failed", "interrupted"]
     """retried: the worker died, and the stage is computed again. failed: the run ends. interrupted: the state of the
     stage was saved."""
     stage: str
-    """Kind and name, such as bundles/digits.kronecker.seed-0."""
+    """Kind and name of the stage, such as bundles/digits.kronecker.seed-0."""
     worker: int
     """Number of the worker, from 1; 0 if the stage runs in the process of the command."""
     device: str
@@ -306,8 +306,8 @@ class RunRecord:
         root: Folder of the run.
         stages: All stages of the run.
         events: The open `events.jsonl`.
-        on_event: Receives each event.
-        peak_bytes: Returns the peak memory of the run.
+        on_event: Called with each event.
+        peak_bytes: Function that returns the peak memory of the run in bytes.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class RunRecord:
         self.write_times()
 
     def write_times(self) -> None:
-        """Writes the durations of all stages, including those of earlier calls."""
+        """Writes the durations of all stages, including those measured in earlier runs."""
         content = {
             "stages": [
                 {
@@ -371,7 +371,7 @@ def open_events(root: Path) -> IO[str]:
 
 
 def _read_times(path: Path) -> dict[str, float]:
-    """Reads the durations of earlier calls; an unreadable file is ignored because nothing depends on it."""
+    """Reads the durations measured in earlier runs; an unreadable file is ignored because nothing depends on it."""
     try:
         return {stage["key"]: float(stage["seconds"]) for stage in json.loads(path.read_bytes())["stages"]}
     except (OSError, ValueError, KeyError, TypeError):

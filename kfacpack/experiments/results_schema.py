@@ -14,7 +14,7 @@ from kfacpack.errors import KfacpackError, abbreviate, printable
 
 
 class UnknownKeyWarning(UserWarning):
-    """Issued if a file contains unknown keys. They are ignored; they may be misspelt, or from a newer version."""
+    """Issued if a file contains unknown keys, which are ignored. They may be misspelt, or from a newer version."""
 
 
 def unknown_keys(value: Any, key_path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -42,7 +42,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class ResultModel(BaseModel):
-    """Base class of the parts of `results.json` and `times.json`; immutable."""
+    """Base class of the parts of `results.json` and `times.json`, which are immutable."""
 
     # Extra keys lead to a warning only: a newer version may have added them.
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -178,7 +178,7 @@ class TaskAccuracy(ResultModel):
     normalized: FiniteFloat | None
     examples: NonNegativeInt | None = None
     perplexity: FiniteFloat | None = None
-    """Perplexity per token of completions, whose accuracy is that of tokens; null for a task with classes."""
+    """Perplexity per token for a task with completions, whose accuracy is that of tokens; null for one with classes."""
 
 
 class BestAlpha(ResultModel):
@@ -196,7 +196,7 @@ class AddedResult(ResultModel):
     tasks: dict[str, TaskAccuracy]
     mean: TaskAccuracy
     sweep: SweepResult | None = None
-    """Accuracy at every α, for further methods of a plan with `method_alphas`; that of the first is in the seed."""
+    """Accuracy at every α, if the plan sets `method_alphas`. Null for the first method; see `SeedResult.sweep`."""
     best: BestAlpha | None = None
 
 
@@ -208,8 +208,9 @@ class SeedResult(ResultModel):
     individual_perplexity: PerTask = {}
     """Perplexity with each task's own vector, for tasks with completions."""
     added: dict[str, AddedResult]
-    """By label of the merge method."""
+    """Accuracies by label of the merge method."""
     sweep: SweepResult | None = None
+    """Accuracy of the first merge method at every α."""
     best: BestAlpha | None = None
     """The best α of the first merge method."""
     negation: NegationResult | None = None
@@ -219,7 +220,7 @@ class SeedResult(ResultModel):
 
 
 class PenaltyResult(ResultModel):
-    """The penalty that an arm was trained with."""
+    """The penalty with which an arm was trained."""
 
     structure: str | None = None
     rule: str | None = None
@@ -228,7 +229,7 @@ class PenaltyResult(ResultModel):
     strength: FiniteFloat
     preset: str | None = None
     every: int = 1
-    """The penalty was applied at every N-th step."""
+    """Interval of the penalty in steps: N means that it was applied at every N-th step."""
 
 
 class ArmResult(ResultModel):
@@ -238,7 +239,7 @@ class ArmResult(ResultModel):
     regime: str
     penalty: PenaltyResult | None
     vectors: dict[str, str] | None = None
-    """By task, the checkpoint that the vector was extracted from; null if the vectors were trained."""
+    """Checkpoints from which the vectors were extracted, by task; null if the vectors were trained."""
     settings: dict[str, Any] | None = None
     """Settings of the arm that override those of the plan."""
     bundle_bytes: FiniteFloat | None = None
@@ -427,7 +428,7 @@ def read_results(folder: Path) -> Results:
     if version != FORMAT:
         raise KfacpackError(
             f"{file}: not the results of a run: format is {printable(repr(version))}, expected {FORMAT!r}. "
-            "Expected the folder of a `kfacpack run`; results of a newer version of kfacpack need that version"
+            "Pass the folder of a `kfacpack run`; to read results of a newer version of kfacpack, install that version"
         )
     return _validate(file, content, Results)
 
@@ -461,7 +462,7 @@ def _validate(file: Path, content: Any, kind: type[ResultT]) -> ResultT:
         problem = printable(first["msg"].removeprefix("Value error, "))
         raise KfacpackError(
             f"{file}: {key_path + ': ' if key_path else ''}{problem}{f', got {value}' if value else ''}. "
-            "The file does not have the format of `kfacpack run`; write it again"
+            "The file does not have the format that `kfacpack run` writes; write it again"
         ) from error
     if unknown := list(unknown_keys(model)):
         problem = f"{file}: unknown keys are ignored: {printable(abbreviate(unknown, limit=3))}"

@@ -55,10 +55,10 @@ if TYPE_CHECKING:
     from kfacpack.tasks.task import Task
 
     StageCallback = Callable[[int, int, str], None]
-    """Receives the units done, their total and a message."""
+    """Called with the number of units done, their total and a message."""
 
     StageDisplay = Callable[[Stage, int, int], AbstractContextManager[StageCallback]]
-    """Receives a stage, its number from 1 and the number of stages; returns a context with the progress callback."""
+    """Called with a stage, its number from 1 and the number of stages; returns a context with a progress callback."""
 
 
 class RunContext:
@@ -109,7 +109,7 @@ class RunContext:
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """The torch version, the kind of device and the threads of a CPU, on which rounding depends.
+        """The torch version, the kind of device and, on a CPU, the number of threads; rounding depends on all of them.
 
         Two devices of the same kind are considered equal. The compute dtype is part of `model_key`.
         """
@@ -126,7 +126,7 @@ class RunContext:
 
     @property
     def model_bytes(self) -> int:
-        """Size of the model in memory."""
+        """Size of the model's parameters in bytes."""
         return sum(parameter.nbytes for parameter in self.model.module.parameters())
 
     def task(self, name: str) -> Task:
@@ -152,7 +152,7 @@ class RunContext:
         return self._fingerprints[task, split]
 
     def _with_files(self, task: str, split: str, examples: str) -> str:
-        """Extends a fingerprint of examples by the files of the split and the names of the classes.
+        """Adds the files of the split and the names of the classes to a fingerprint of examples.
 
         The fingerprint covers only some of the examples, so the content of all files is added. Heads depend on the
         names of the classes.
@@ -162,7 +162,7 @@ class RunContext:
         return sha256(repr((examples, loaded.classes, listing)).encode()).hexdigest() if listing else examples
 
     def checkpoint_key(self, arm: str, task: str) -> str:
-        """Returns a hash of the files that a vector is extracted from.
+        """Returns a hash of the files from which a vector is extracted.
 
         Raises:
             KfacpackError: If there are no such files; the message starts with the location in the plan.
@@ -177,7 +177,7 @@ class RunContext:
         return self._checkpoints[arm, task]
 
     def shared_keys(self) -> dict[str, Any]:
-        """Returns the hashes on which the keys of stages depend, as JSON; other processes need not compute them."""
+        """Returns the hashes on which the keys of stages depend, so that other processes need not compute them."""
         return {
             "model": self.model_key,
             "environment": self.environment,
@@ -186,7 +186,7 @@ class RunContext:
         }
 
     def use_keys(self, keys: dict[str, Any]) -> None:
-        """Takes the hashes that `shared_keys` returned in another process."""
+        """Uses the hashes that `shared_keys` returned in another process."""
         self.model_key = keys["model"]
         self.environment = keys["environment"]
         self._fingerprints = {(task, split): value for task, split, value in keys["data"]}
@@ -229,7 +229,7 @@ class RunContext:
 
         Args:
             task: Name of the task.
-            split: The split that the examples are from.
+            split: Name of the split.
             examples: `"all"`, a number or a percentage; None for the plan's `evaluation.examples`.
         """
         examples = examples or self.plan.evaluation.examples
@@ -259,12 +259,12 @@ def run(
     """Runs a plan: estimates, merges, trains, adds and measures, like `kfacpack run`.
 
     Args:
-        plan: The plan, a YAML file.
+        plan: Path of the plan, a YAML file.
         output: Folder of the run; by default the plan's name in the current folder. Existing files are
             not computed again.
         device: Device of the model; `"auto"` is the first GPU, if there is one.
         show: Called for each stage that is executed; returns a context manager with the progress callback.
-        stopped: Returns True when the run is to stop. A second call of `run` resumes it.
+        stopped: Function that returns True when the run should stop. Calling `run` again resumes it.
         jobs: Number of processes that compute independent stages; with 1, stages run in this process. None chooses
             the number as `kfacpack run` does. The results do not depend on it.
         threads: Number of threads of each stage, which affects rounding. Defaults to OMP_NUM_THREADS or, if that is not
@@ -334,7 +334,7 @@ class Run:
         with ExitStack() as self._cleanup:
             self._pool = self._cleanup.enter_context(ProcessPool(run_setup(plan, text), root, device))
             if ray is None and not (root / RESULTS).exists():
-                # Importing torch takes seconds, in which the plan is checked. Unused workers are terminated later.
+                # Workers need seconds to import torch; the plan is checked meanwhile. Unused ones are terminated later.
                 known_small = device.type == "cpu" and plan.model.name in EMBEDDED_MODELS
                 early = jobs or (default_jobs(device, stage_threads(device, 0, threads)) if known_small else 1)
                 self._pool.resize(min(early, usable_cores()) if early > 1 else 0)
@@ -353,7 +353,7 @@ class Run:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak memory of this process plus that of the workers."""
+        """Peak memory of this process plus that of the workers, in bytes."""
         return peak_bytes() + sum(self._peaks.values())
 
     def pending(self) -> list[Stage]:
@@ -388,15 +388,15 @@ class Run:
 
         Args:
             show: Called for each stage that is executed; returns a context manager with the progress callback.
-            stopped: Returns True when the run is to stop, which may be in the middle of a stage.
-            on_event: Receives what happens to each stage, as written to `events.jsonl`.
+            stopped: Function that returns True when the run should stop, which may be in the middle of a stage.
+            on_event: Called with each event of a stage, as written to `events.jsonl`.
 
         Returns:
             The content of `results.json`.
 
         Raises:
-            Interrupted: If `stopped` returned True. Finished stages are kept, and a second call resumes.
-            KfacpackError: If the folder cannot be written or another run uses it.
+            Interrupted: If `stopped` returned True. Finished stages are kept, and a second call resumes the run.
+            KfacpackError: If the folder cannot be written, or is in use by another run.
         """
         with _exclusive_lock(self.root):
             for kind in {stage.kind for stage in self.stages}:
@@ -472,7 +472,7 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _exclusive_lock(root: Path) -> Iterator[None]:
-    """Locks the folder of the run: two runs would overwrite each other's partial files."""
+    """Locks the folder of the run, because two runs would overwrite each other's partial files."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".lock").open("w")

@@ -82,10 +82,10 @@ def task_data_option(plan: Plan, name: str, root: Path) -> str:
 
 
 def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
-    """Returns a path of the plan as it is written in a command.
+    """Returns a path of the plan in the form in which commands use it.
 
     Args:
-        plan: The plan, which stores its folder.
+        plan: The plan, which defines the base folder of relative paths.
         path: The path as written in the plan.
         root: Folder of the run, in which the command is executed.
         prefix: Text to put before the path in the same word.
@@ -209,7 +209,7 @@ class Stage(ABC):
 
     @abstractmethod
     def intact(self) -> bool:
-        """Returns whether the file is complete; of tensor files only the header is checked here."""
+        """Returns whether the file is complete. For tensor files, only the header is checked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,10 +218,10 @@ class MeasurementStage(Stage):
 
     @abstractmethod
     def measure(self, monitor: StageProgress) -> Mapping[str, Any]:
-        """Measures and returns the values to write."""
+        """Performs the measurement and returns the values to write."""
 
     def make(self, monitor: StageProgress) -> None:
-        """Measures, and writes the values with their hash."""
+        """Performs the measurement and writes the values with their hash."""
         values = self.measure(monitor.interruptible())
         write_atomically(self.path, json.dumps({"sha256": _digest(values), "found": values}, indent=1).encode())
 
@@ -232,7 +232,7 @@ class MeasurementStage(Stage):
             KfacpackError: If the file was changed since it was written.
         """
         if (values := self._read_intact()) is None:
-            raise KfacpackError(f"{self.path}: content does not match its SHA-256. Remove it and run the plan again")
+            raise KfacpackError(f"{self.path}: content does not match its SHA-256. Delete the file and rerun the plan")
         return values
 
     def intact(self) -> bool:

@@ -44,14 +44,15 @@ class ArmRun:
     arm: str
     seed: int
     vectors: dict[str, TaskVectorStage]
-    """By task, as are the fields below unless stated otherwise."""
+    """Stages that write the vectors, by task."""
     own: dict[str, SweepStage]
-    """Each vector on the test split of its own task."""
+    """Stages that evaluate each vector on the test split of its own task, by task."""
     sums: dict[str, dict[str, SweepStage]]
-    """By label of the merge method, then by task: the combined vector on the test split."""
+    """Stages that evaluate the combined vectors on the test splits, by label of the merge method and by task."""
     validation: dict[str, dict[str, SweepStage]]
-    """The same on the validation split, for the methods that are evaluated at every α."""
+    """Stages that evaluate them on the validation splits, for the methods that are evaluated at every α."""
     negated: dict[str, NegationStage]
+    """Stages that negate the vectors, by task."""
     pairs: tuple[DisentanglementStage, ...]
     localisation: LocalisationStage | None
     drift: DriftStage | None
@@ -75,9 +76,11 @@ class StageGraph:
     context: RunContext
     root: Path
     bundles: dict[str, EstimateStage] = field(default_factory=dict)
-    """By key, as are the other fields."""
+    """Stages that estimate bundles, by key."""
     compressed: dict[str, CompressStage] = field(default_factory=dict)
+    """Stages that compress bundles, by key."""
     merges: dict[str, MergeStage] = field(default_factory=dict)
+    """Stages that merge bundles, by key."""
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -95,7 +98,7 @@ class StageGraph:
         return self.context.plan
 
     def in_order(self) -> list[Stage]:
-        """Returns every stage once, after its inputs; within a seed, stages of one kind follow each other."""
+        """Returns every stage once, after its inputs; within a seed, stages of the same kind are consecutive."""
         requested: list[Stage] = list(self.base.values())
         for seed in self.plan.seeds:
             of_seed = [arm_run for arm_run in self.arm_runs if arm_run.seed == seed]
@@ -173,7 +176,7 @@ class StageGraph:
         return self._stage(TrainStage, task, arm, seed, merged, self._merged(task, arm, seed) if by_bundles else None)
 
     def _merged(self, task: str, arm: str, seed: int) -> MergeStage:
-        """Returns the stage that merges the bundles of the tasks that an arm protects."""
+        """Returns the stage that merges the bundles of an arm's protected tasks."""
         section, curvature = self.plan.arms[arm], self.plan.curvature_of(arm)
         structure = "diagonal" if section.penalty == "diagonal" else "kronecker"
         bundles = tuple(

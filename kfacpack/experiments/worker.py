@@ -1,4 +1,4 @@
-"""The program of a worker, which computes stages of a plan one at a time.
+"""The computation of stages in workers, one at a time.
 
 `python -m kfacpack.experiments.worker` is the program of a worker process. It exchanges JSON lines with the scheduler
 through pipes, and exits when its input ends, so that no worker survives the scheduling process. The actors of
@@ -35,7 +35,7 @@ def run_setup(plan: Plan, text: str) -> dict[str, Any]:
 
     Args:
         plan: The plan.
-        text: Its YAML text.
+        text: YAML text of the plan.
     """
     from kfacpack.models.data_loading import requested_workers
 
@@ -53,7 +53,7 @@ def open_context(setup: Mapping[str, Any], device: str, threads: int | None = No
     Args:
         setup: Result of `run_setup`.
         device: Device of the model.
-        threads: See `RunContext`.
+        threads: Number of threads of each stage; None for the default.
     """
     import torch
 
@@ -76,9 +76,9 @@ def compute(
 
     Args:
         stage: The stage.
-        on_progress: Receives the progress, at most ten times per second.
-        stopped: Returns True when the stage is to save its state.
-        on_warning: Receives the text of each `PenaltyWarning`.
+        on_progress: Called with the progress, at most ten times per second.
+        stopped: Function that returns True when the stage should save its state and stop.
+        on_warning: Called with the text of each `PenaltyWarning`.
 
     Returns:
         The message for the scheduler: finished, interrupted or failed.
@@ -111,12 +111,12 @@ def compute(
         return {"event": "finished", "seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
     except Interrupted:
         return {"event": "interrupted"}
-    except Exception as error:  # the driver reports it
+    except Exception as error:  # the scheduler reports it
         return failure(error)
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """Returns the message for the scheduler about an error that is being handled, and prints the traceback."""
+    """Prints the traceback of the current exception, and returns the message about it for the scheduler."""
     traceback.print_exc()
     if isinstance(error, KfacpackError):
         return {"event": "failed", "kind": "KfacpackError", "text": str(error), "number": None, "file": None}
@@ -143,7 +143,7 @@ class _WorkerProcess:
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
         setup = self._next()
-        # Imported after the reader has started, so that a worker notices the end of its input during the import.
+        # Imported after the reader has started, so that the end of the input is detected during the import.
         import torch
 
         from kfacpack.experiments.stage_graph import StageGraph

@@ -31,7 +31,7 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
     """Summarises a bundle for `inspect` and model cards.
 
     Yields:
-        Label and value.
+        Pairs of a label and a value.
     """
     manifest = bundle.manifest
     base, function, source, estimate, merge = (
@@ -74,7 +74,7 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
     """Summarises a task vector for `inspect`, `pull` and model cards.
 
     Yields:
-        Label and value.
+        Pairs of a label and a value.
     """
     manifest = file.manifest
     if len(manifest.tasks) == 1:
@@ -194,7 +194,7 @@ def card_for(
         repository: Repository, `owner/repo`.
         items: The bundles and task vectors of the repository.
         existing: The current card, if there is one.
-        revision: Branch, for the references in the examples.
+        revision: Branch to which the references in the examples point.
         license: License identifier for the metadata; by default an existing one is kept.
         base_model: Hub id of the base model for the metadata; by default existing ones are kept.
 
@@ -227,7 +227,7 @@ def _parse(repository: str, content: str) -> ModelCard:
         return ModelCard(content if content.lstrip().startswith("---") else f"---\n{{}}\n---\n{content}")
     except (ValueError, YAMLError) as error:
         problem = f"the metadata at the top of its README.md cannot be parsed: {first_line(error)}"
-        raise HubError(repository, problem, "Correct it on the Hub; the text of the card is kept") from error
+        raise HubError(repository, problem, "Correct the metadata on the Hub; the text of the card is kept") from error
 
 
 def _set_metadata(card: ModelCard, items: Sequence[Artifact], license: str | None, base_model: str | None) -> None:
@@ -309,7 +309,7 @@ def hub_id(base: Base) -> str | None:
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """Makes open_clip and timm importable, even if torchvision, which they import, is not usable."""
+    """Makes open_clip and timm importable, even if their dependency torchvision is not usable."""
     from kfacpack._compat import compiler_deferred, make_torchvision_importable
 
     with compiler_deferred():
@@ -373,9 +373,9 @@ _TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _o
 
 
 def model_from_option(option: str) -> tuple[str, str]:
-    """Returns the name in manifests and the Hub id that a value of `--model` stands for.
+    """Returns the name in manifests and the Hub id of the model that a value of `--model` selects.
 
-    If the value may be either, both are the value itself.
+    Without a tag, the value may be a name or a Hub id, so both results are the value without its prefix.
     """
     from kfacpack.models.families import split_spec
     from kfacpack.models.families.transformers_loading import public_name

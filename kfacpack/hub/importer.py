@@ -1,6 +1,6 @@
 """Common parts of importers of published factors: their result, access to the files, and isolated unpickling.
 
-Files are read from a folder, or from the Hub, from which only the required files are downloaded. Pickles are read in a
+Files are read from a local folder or from the Hub, where only the required files are downloaded. Pickles are read in a
 separate process with limited resources (`unpickle_worker.py`), whose output is validated like any untrusted file.
 """
 
@@ -47,7 +47,7 @@ class ImportResult:
     weights_compared: bool
     """Whether it could be verified from the factors that they were computed at the model's weights."""
     left_out: tuple[tuple[str, str], ...]
-    """(file or parameter that was not imported, reason)."""
+    """Files and parameters that were not imported, each with the reason."""
 
 
 Importer = Callable[..., ImportResult]
@@ -84,7 +84,7 @@ def published_folder(source: str | Path) -> Path | HubFolder:
         The local folder, or the folder on the Hub.
 
     Raises:
-        KfacpackError: If `source` is neither.
+        KfacpackError: If `source` is neither an existing folder nor an address on the Hub.
     """
     if not is_reference(source):
         folder = expand_user(source)
@@ -157,7 +157,7 @@ SINGLE_TENSOR = "tensor"
 
 
 class UnpickledTensors:
-    """The tensors of one file. Names and shapes are read at once, tensors when they are accessed.
+    """The tensors of one file. Names and shapes are read immediately, tensors when they are accessed.
 
     Args:
         origin: The published file.
@@ -184,7 +184,7 @@ def read_pickle(files: Mapping[str, Path], scratch: Path) -> Iterator[dict[str, 
     """Context manager that reads the tensors of files written by `torch.save`, in a separate process.
 
     Args:
-        files: Files by key.
+        files: Paths of the files, by arbitrary keys.
         scratch: Folder for temporary copies of the tensors, which are deleted when the context is left.
 
     Yields:
@@ -215,7 +215,7 @@ def _require_archive(path: Path) -> None:
 
 
 def _run_worker(files: Mapping[str, Path], targets: Mapping[str, Path], folder: Path) -> None:
-    """Converts files to safetensors in a process without access to environment variables and installed packages."""
+    """Converts files to safetensors in a process without access to environment variables or installed packages."""
     paths = list(files.values())
     seconds = TIMEOUT_SECONDS + int(sum(path.stat().st_size for path in paths) / MIN_BYTES_PER_SECOND)
     request = {
@@ -235,11 +235,11 @@ def _run_worker(files: Mapping[str, Path], targets: Mapping[str, Path], folder: 
             env={**environment, "OMP_NUM_THREADS": "1", "HOME": str(folder)},
         )
     except subprocess.TimeoutExpired as error:
-        raise KfacpackError(f"{paths[0].parent}: reading its files took longer than {4 * seconds} s") from error
+        raise KfacpackError(f"{paths[0].parent}: reading the files took longer than {4 * seconds} s") from error
     if worker.returncode != 0:
         last = worker.stderr.decode(errors="replace").strip().splitlines()[-1:]
         outcome = f"was stopped by signal {-worker.returncode}" if worker.returncode < 0 else "failed"
-        problem = f"the process that reads its files {outcome}" + (f": {printable(last[0])}" if last else "")
+        problem = f"the process that reads the files {outcome}" + (f": {printable(last[0])}" if last else "")
         raise KfacpackError(f"{paths[0].parent}: {problem}. {DOWNLOAD_AGAIN}")
     answer = json.loads(worker.stdout)
     if answer["refused"] is not None:

@@ -1,4 +1,4 @@
-"""`kp.import_mammoth`: imports the factors that the method's authors publish, in the layout of their framework mammoth.
+"""`kp.import_mammoth`: imports the factors published by the method's authors, in the layout of their framework mammoth.
 
 A task consists of five files, PREFIX_aaT.pt, _ggT.pt, _ffT.pt, _num_aaT.pt and _num_ggT.pt, with PREFIX =
 DATASET_task_NUMBER. The first three are dictionaries from names of parameters of the vision tower to sums over N
@@ -66,7 +66,7 @@ WHOLE = (
 PROJECTION, MAMMOTH_PROJECTION = "proj", "lin_proj.weight"
 ROUNDING = 1e-3
 """Relative rounding error of sums in float32 over a whole dataset."""
-OTHER_MODEL = "Pass the model that they were computed with"
+OTHER_MODEL = "Pass the model with which the factors were computed"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def layers_of(model: Model) -> list[MammothLayer]:
     embedding = shapes.get(f"{TOWER}positional_embedding")
     if embedding is None or len(embedding) != 2 or f"{TOWER}class_embedding" not in shapes:
         problem = f"{model.name} has no vision tower for which factors are published"
-        raise KfacpackError(f"{problem}, which is CLIP's ViT: ViT-B-32/openai, ViT-B-16/openai, ViT-L-14/openai")
+        expected = "expected a ViT of CLIP: ViT-B-32/openai, ViT-B-16/openai or ViT-L-14/openai"
+        raise KfacpackError(f"{problem}; {expected}")
     layers = [_layer(name, shape, shapes, embedding[0]) for name, shape in shapes.items()]
     return [layer for layer in layers if layer is not None]
 
@@ -210,12 +211,12 @@ def _check_ones(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothL
             if not abs(corner - examples) <= ROUNDING * examples:
                 expected = f"expected {examples}, the number of examples"
                 problem = f"the last entry of {layer.mammoth_name!r} is {corner:g}, {expected}"
-                cause = "The sums were not divided by the number of positions, or are of other examples"
+                cause = "The sums were not divided by the number of positions, or belong to other examples"
                 raise KfacpackError(f"{files['aaT'].origin}: {problem}. {cause}")
 
 
 def _compare_weights(files: Mapping[str, UnpickledTensors], model: Model) -> bool:
-    """Checks that factors were computed at the model's weights; returns False if they do not contain what is needed.
+    """Checks that factors were computed at the model's weights; returns False if the required factors are missing.
 
     The gradient h at the output of the last norm is P g, where g is the gradient at the output of the projection P.
     Therefore Σ h hᵀ, which is ffT of the norm's bias, equals P (Σ g gᵀ) Pᵀ. Towers of the same width have the same
@@ -231,7 +232,7 @@ def _compare_weights(files: Mapping[str, UnpickledTensors], model: Model) -> boo
     if not gap <= 10 * ROUNDING:
         problem = f"the factors were not computed at the weights of {model.name}: they differ from those implied by "
         problem += f"its output projection by {gap:.2g} of their norm"
-        raise KfacpackError(f"{files['ffT'].origin}: {problem}. Pass the model and tag they were computed with")
+        raise KfacpackError(f"{files['ffT'].origin}: {problem}. Pass the model and tag with which they were computed")
     return True
 
 
@@ -263,7 +264,7 @@ def block_of(files: Mapping[str, UnpickledTensors], layer: MammothLayer, example
         files: Tensors by part.
         layer: The layer.
         examples: The number of examples N.
-        share: w / N, see `mammoth.py`.
+        share: w / N, as defined at the top of this module.
     """
 
     def matrix(part: str, factor: float, positions: int | None) -> Dense:
@@ -304,7 +305,7 @@ def import_mammoth(
 
     Args:
         source: The folder with the files, or `hf://owner/repo/folder`.
-        model: The model that the factors were computed with. Its weights are compared with the factors.
+        model: The model with which the factors were computed. Its weights are compared with the factors.
         output: The bundle to write.
         task: Task name in the bundle. For a dataset in `TASKS`, it also selects the files.
         files: Common prefix of the files, DATASET_task_NUMBER, if the folder contains several tasks.
@@ -374,7 +375,7 @@ def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequenc
     published = {name for layer in layers for name in layer.parameters}
     if params is None and (other := [name for name in selected if name not in published]):
         problem = f"no factors are published for the parameter {other[0]!r} of {model.name}"
-        raise KfacpackError(f"{problem}. Pass the model they were computed with, or select parameters with `params`")
+        raise KfacpackError(f"{problem}. {OTHER_MODEL}, or select parameters with `params`")
     selected_layers = [layer for layer in layers if any(name in selected for name in layer.parameters)]
     for layer in selected_layers:
         if lacking := [name for name in layer.parameters if name not in selected]:
@@ -403,7 +404,7 @@ def _select_prefix(location: Path | HubFolder, names: Sequence[str], task: str |
     matches = [match for name in names if (match := FILE.fullmatch(name))]
     prefixes = sorted({match["prefix"] for match in matches}, key=lambda prefix: (len(prefix), prefix))
     if not prefixes:
-        raise KfacpackError(f"{location}: contains no factors of mammoth, such as seq-8vision_task_0_aaT.pt")
+        raise KfacpackError(f"{location}: contains no files of mammoth, such as seq-8vision_task_0_aaT.pt")
     available = ", ".join(f"{prefix} ({name})" if (name := _task_of(prefix)) else prefix for prefix in prefixes)
     if files is not None:
         if files not in prefixes:

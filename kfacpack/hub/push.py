@@ -91,7 +91,7 @@ def push(
         license: License identifier of the Hub for the card's metadata.
         base_model: Hub id of the base model for the card's metadata.
         dry_run: Whether to prepare everything without uploading.
-        on_progress: Called as the verification advances.
+        on_progress: Called with the name of a check, the number of items checked so far and their total.
 
     Returns:
         The files, the card and the commit.
@@ -107,7 +107,8 @@ def push(
     """
     name, at = parse_repository(repository)
     if at:
-        raise HubError(repository, "a push takes no @revision", "Pass the repository alone, and a branch as revision")
+        problem = "a push does not accept @revision"
+        raise HubError(repository, problem, "Pass the repository alone, and a branch as revision")
     paths = [files] if isinstance(files, str | os.PathLike) else list(files)
     items = [(path, _open_artifact(path)) for path in paths]
     if not items:
@@ -118,7 +119,8 @@ def push(
         item.require_valid(path, on_progress)
     existing, branch_missing = _inspect_target(name, revision)
     if private and existing and not existing.private:
-        raise HubError(name, "is a public repository; only new ones can be made private here", "Change its settings")
+        problem = "is a public repository; only new repositories can be made private here"
+        raise HubError(name, problem, "Change its visibility in its settings on the Hub")
     stored = {file.name: file for file in existing.files} if existing else {}
     pushed = tuple(PushedFile(item, _is_unchanged(Path(path), stored.get(item.name))) for path, item in items)
     old_card = _existing_card(existing)
@@ -144,7 +146,7 @@ def _open_artifact(path: str | os.PathLike[str]) -> Artifact:
     name = Path(path).name
     if not _SAFE_NAME.fullmatch(name) or not name.endswith(SUFFIXES):
         endings = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-        problem = f"the file name is part of a URL; expected letters, digits and -_.+, ending in {endings}"
+        problem = f"the file name becomes part of a URL; expected letters, digits and -_.+, ending in {endings}"
         raise KfacpackError(f"{printable(os.fspath(path))}: {problem}. Rename it")
     return Artifact.of(path, name)
 
@@ -163,7 +165,7 @@ def _inspect_target(name: str, revision: str | None) -> tuple[HubRepository | No
 
 
 def _is_unchanged(path: Path, stored: RepositoryFile | None) -> bool:
-    """Returns whether the Hub has the same bytes.
+    """Returns whether a local file has the same bytes as the file on the Hub.
 
     The Hub records the SHA-256 of large files and git's blob id of small ones.
     """
@@ -251,7 +253,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PretrainedFormat:
-    """How one class of artifact is stored in a directory or repository."""
+    """Storage of one class of artifacts in a directory or repository."""
 
     kind: Literal["bundle", "vector"]
     filename: str
@@ -361,11 +363,11 @@ def from_pretrained(
 def _load_local(source: str, revision: str | None, filename: str | None, storage: PretrainedFormat) -> Any:
     path = Path(source)
     if revision is not None:
-        raise KfacpackError(f"{printable(source)}: is a local path, which has no revision {revision!r}")
+        raise KfacpackError(f"{printable(source)}: is a local path, to which revision {revision!r} does not apply")
     if path.is_dir():
         return storage.load(path / (filename or _find_local(path, storage)))
     if filename is not None:
-        raise KfacpackError(f"{printable(source)}: is a file; pass its directory, or leave out filename")
+        raise KfacpackError(f"{printable(source)}: is a file; pass its directory, or omit filename")
     return storage.load(path)
 
 
@@ -373,7 +375,7 @@ def _load_from_hub(source: str, revision: str | None, filename: str | None, stor
     address = parse_address(source)
     if address and address.path:
         if filename is not None:
-            raise KfacpackError(f"{printable(source)}: names a file; pass the repository, or leave out filename")
+            raise KfacpackError(f"{printable(source)}: is the address of a file; pass the repository, or omit filename")
         reference = Reference.parse(source)
         return storage.load(replace(reference, revision=_one_revision(source, reference.revision, revision)))
     try:
@@ -384,7 +386,7 @@ def _load_from_hub(source: str, revision: str | None, filename: str | None, stor
     revision = _one_revision(source, own_revision, revision)
     if filename is not None:
         return storage.load(Reference(repository, filename, revision))
-    # The default name is tried first: it needs no listing, and is found in the cache without a network.
+    # The default name is tried first: this needs no listing, and also works offline if the file is in the cache.
     try:
         return storage.load(Reference(repository, storage.filename, revision))
     except HubError as error:

@@ -54,7 +54,7 @@ class RepositoryFile:
     name: str
     nbytes: int
     sha256: str | None
-    """None for small files, which are stored in git itself."""
+    """SHA-256 of the content; None for small files, which are stored in git itself."""
     git: str
     """Id of the git blob."""
 
@@ -153,15 +153,15 @@ def pull(
 ) -> list[PullResult]:
     """Downloads bundles and task vectors from the Hub and verifies them.
 
-    Each file is checked against the Hub's SHA-256 and its own, and then written atomically. A damaged copy in the cache
-    is downloaded again.
+    Each file is checked against the SHA-256 recorded by the Hub and those in its own header, and then written
+    atomically. A damaged copy in the cache is downloaded again.
 
     Args:
         what: A file, `hf://owner/repo[@revision]/FILE`, or a repository, `owner/repo[@revision]`.
         files: Names of files in the repository. Defaults to all bundles and task vectors.
         output: Target directory, or target file if there is one file. Defaults to the current directory.
         force: Whether to overwrite existing files that differ.
-        on_progress: Called as the verification advances.
+        on_progress: Called with the name of a check, the number of items checked so far and their total.
 
     Returns:
         The downloaded files.
@@ -198,7 +198,7 @@ def _select_files(what: str | Reference, files: Sequence[str]) -> list[Reference
     if isinstance(what, Reference) or (what.startswith(SCHEME) and what.endswith(SUFFIXES)):
         if files:
             raise KfacpackError(
-                f"{what}: already names a file; to pull several files, pass the repository and then their names"
+                f"{what}: is the address of a file; to pull several files, pass the repository and then their names"
             )
         return [what if isinstance(what, Reference) else Reference.parse(what)]
     name, revision = parse_repository(what)
@@ -212,7 +212,7 @@ def _select_files(what: str | Reference, files: Sequence[str]) -> list[Reference
 
 
 def _targets(references: Sequence[Reference], output: str | os.PathLike[str] | None) -> list[Path]:
-    """Returns the path that each file is written to."""
+    """Returns the target path of each file."""
     target = Path(output) if output is not None else Path()
     if len(references) == 1 and output is not None and not target.is_dir() and target.name.endswith(SUFFIXES):
         return [target]
@@ -282,7 +282,7 @@ def search(
 
 
 def _tag_filters(base_model: str) -> list[list[str]]:
-    """Returns alternative tags of a base model: its name in manifests, or its Hub id."""
+    """Returns alternative tags to search for a base model: one with its name in manifests, one with its Hub id."""
     name, model_id = model_from_option(base_model)
     return [[f"{BASE_TAG}{name}"], [f"base_model:{model_id}"]]
 
@@ -349,7 +349,7 @@ class Artifact(ABC):
     @property
     @abstractmethod
     def summary(self) -> list[tuple[str, str]]:
-        """Summary of the file: (label, value)."""
+        """Summary of the file, as pairs of a label and a value."""
 
     @abstractmethod
     def commands(self, location: str) -> list[str]:
@@ -373,15 +373,15 @@ class Artifact(ABC):
 
         Args:
             path: Local path of the file.
-            on_progress: Called as checks advance.
+            on_progress: Called with the name of a check, the number of items checked so far and their total.
         """
 
     def require_valid(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> None:
-        """Runs all checks on the file.
+        """Runs all checks on the file, and raises an error if one fails.
 
         Args:
             path: Local path of the file.
-            on_progress: Called as checks advance.
+            on_progress: Called with the name of a check, the number of items checked so far and their total.
 
         Raises:
             VerificationError: If a check fails.

@@ -32,7 +32,7 @@ NAME = re.compile(r"[A-Za-z0-9_.\-]{1,300}")
 
 
 class RefusedError(Exception):
-    """Raised for a rejected file; the message is the reason."""
+    """Raised for a rejected file; the message states the reason."""
 
 
 def main() -> None:
@@ -64,12 +64,12 @@ def answer(**fields: Any) -> None:
 
 
 def limit(largest: int, total: int, seconds: int) -> None:
-    """Limits the resources of this process, in addition to the memory that it has already mapped, mostly for torch.
+    """Limits the resources of this process. Memory that is already mapped, mostly by torch, is allowed in addition.
 
     Args:
         largest: Size of the largest file in bytes.
         total: Size of all files in bytes.
-        seconds: CPU time.
+        seconds: Limit of the CPU time in seconds.
     """
     mapped = 0
     with contextlib.suppress(OSError):  # exists on Linux only
@@ -88,7 +88,7 @@ def limit(largest: int, total: int, seconds: int) -> None:
 
 
 def require_plain_zip(path: str) -> None:
-    """Rejects archives whose contents would be larger than the file."""
+    """Rejects archives that are damaged or compressed, or contain too many members or too much data."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -100,13 +100,13 @@ def require_plain_zip(path: str) -> None:
         raise RefusedError(f"has {len(members)} members, expected at most {MAX_MEMBERS}")
     compressed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
     if compressed:
-        raise RefusedError(f"its member {compressed[0]!r} is compressed, which torch.save never does")
+        raise RefusedError(f"the member {compressed[0]!r} is compressed, which torch.save never does")
     size = Path(path).stat().st_size
     if (claimed := sum(member.file_size for member in members)) > size:
-        raise RefusedError(f"its members declare {claimed} bytes, but the file has {size}")
+        raise RefusedError(f"the members declare {claimed} bytes, but the file has {size}")
     for member in members:
         if member.filename.endswith(".pkl") and member.file_size > MAX_PICKLE_BYTES:
-            problem = f"its member {member.filename!r} has {member.file_size} bytes"
+            problem = f"the member {member.filename!r} has {member.file_size} bytes"
             raise RefusedError(f"{problem}, expected at most {MAX_PICKLE_BYTES}")
 
 
@@ -129,7 +129,7 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
 
     Args:
         loaded: The content of the file.
-        single: Name for a tensor that is not in a dictionary.
+        single: Name to use if the content is a single tensor instead of a dictionary.
 
     Returns:
         The tensors by name.
@@ -143,23 +143,23 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
         if not isinstance(name, str) or not NAME.fullmatch(name) or name == "__metadata__":
             raise RefusedError(f"has an entry {str(name)[:80]!r}, expected parameter names")
         if not isinstance(tensor, torch.Tensor):
-            raise RefusedError(f"its entry {name!r} is a {type(tensor).__name__}, expected a tensor")
+            raise RefusedError(f"the entry {name!r} is a {type(tensor).__name__}, expected a tensor")
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            raise RefusedError(f"its entry {name!r} is not a dense CPU tensor")
+            raise RefusedError(f"the entry {name!r} is not a dense CPU tensor")
         if tensor.dtype not in dtype_names():
             raise RefusedError(
-                f"its entry {name!r} has dtype {tensor.dtype}, expected floating-point numbers or integers"
+                f"the entry {name!r} has dtype {tensor.dtype}, expected floating-point numbers or integers"
             )
         # With strides of zero a tensor can have any shape; it must not be larger than its storage.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise RefusedError(
-                f"its entry {name!r} has the shape {list(tensor.shape)}, which is larger than its storage"
+                f"the entry {name!r} has the shape {list(tensor.shape)}, which is larger than its storage"
             )
     return named
 
 
 def dtype_names() -> dict[Any, str]:
-    """Returns the names of dtypes in safetensors."""
+    """Returns the names of the supported dtypes in safetensors files."""
     import torch
 
     return {

@@ -100,10 +100,10 @@ class DataPenalty:
             regime: The training regime.
             tau: τ by parameter name.
             gradients: Gradients to add to, by parameter name.
-            micro_batch_size: Examples per forward pass. Defaults to all.
+            micro_batch_size: Examples per forward pass. Defaults to all examples of this process.
 
         Returns:
-            The value, a 0-d tensor on the device of the model.
+            The value of the penalty, a 0-d tensor on the device of the model.
         """
         weight = self.strength / self.output_scale * len(self.tasks) / self._batch_size
         values = [torch.zeros((), device=next(iter(tau.values())).device)]
@@ -123,13 +123,16 @@ class DataPenalty:
             self._upcoming = None
 
     def _parts(self, step: int, micro_batch_size: int | None) -> list[tuple[int, Sequence[int]]]:
-        """Returns (task index, example indices) of each forward pass of this process at a step."""
+        """Returns the index of the task and the indices of the examples of each forward pass of this process."""
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))
         task = int(generator.choice(len(self._splits), p=self._shares))
         return [(task, part) for part in self._orders[task].own(step, micro_batch_size)]
 
     def _batches_from(self, step: int, model: Model, micro_batch_size: int | None) -> Iterator[list[Batch]]:
-        """Returns the batches of steps from one on. Consecutive steps share an iterator, which prepares them ahead."""
+        """Returns an iterator over the batches of `step` and later steps, which prepares them ahead of use.
+
+        Calls for consecutive steps return the same iterator.
+        """
         if self._upcoming is None or self._next != (step, micro_batch_size):
             self.close()
             sources = list(zip(self._splits, self.tasks, strict=True))

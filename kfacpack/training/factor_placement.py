@@ -2,10 +2,10 @@
 
 Blocks whose parameters and matrices have equal shapes and forms are stacked: ΔW is (blocks, rows, columns), and one
 product multiplies all of them. Stacks are limited in size: for large blocks, the overhead of separate calls is
-negligible, and a stack would only take memory.
+negligible, and a stack would only use more memory.
 
-Floating-point matrices are unpacked once and kept on the device. int8 matrices stay in the form they are stored in, and
-are unpacked when they are used. With `offload`, all matrices stay on the CPU in their stored form. Those of a batch of
+Floating-point matrices are unpacked once and kept on the device. int8 matrices stay in their stored form, and are
+unpacked when they are used. With `offload`, all matrices stay on the CPU in their stored form. Those of a batch of
 blocks are copied in one transfer to one of two buffers on the device, while the blocks in the other buffer are
 computed.
 
@@ -62,27 +62,28 @@ class BlockBatch:
 
     @cached_property
     def stacks(self) -> dict[int, tuple[Matrix, ...]]:
-        """Matrices to stack, by the `id` of the first block's matrix in the same place.
+        """Matrices to stack, by the `id` of the first block's matrix in the same position.
 
-        If every s consecutive blocks share a matrix, as the projections of an attention layer do, it is contained once.
+        If groups of s consecutive blocks share a matrix, as the projections of an attention layer do, the stack
+        contains it once.
         """
         columns = zip(*(_matrices(block) for block in self.blocks), strict=True)
         return {id(column[0]): column[:: _shared_run(column)] for column in columns}
 
     @cached_property
     def stack_keys(self) -> dict[int, StackKey]:
-        """Identities of `stacks`, by the same key."""
+        """Identities of the matrices in `stacks`, by the same keys."""
         return {key: tuple(map(id, stack)) for key, stack in self.stacks.items()}
 
     def apply(self, delta: Tensor, operators: Mapping[int, Operator]) -> Tensor:
         """Computes G ΔW of each block.
 
         Args:
-            delta: (blocks, rows, columns).
-            operators: Operator of each of `stacks`, by the same key.
+            delta: ΔW of the blocks, (blocks, rows, columns).
+            operators: Operators of `stacks`, by the same keys.
 
         Returns:
-            (blocks, rows, columns).
+            A tensor of shape (blocks, rows, columns).
         """
         return self.blocks[0].structure.apply(delta, self._multiply(operators))
 
@@ -93,7 +94,7 @@ class BlockBatch:
                 return operator(x[0])[None]
             if count == len(x):
                 return operator(x)
-            # Blocks that share a matrix are one product with more columns: (blocks, n, k) -> (count, n, s k).
+            # Blocks that share a matrix form one product with more columns: (blocks, n, k) -> (count, n, s k).
             _, side, width = x.shape
             product = operator(x.mT.reshape(count, -1, side).mT)
             return product.mT.reshape(len(x), width, side).mT
@@ -132,7 +133,7 @@ def plan_batches(
 def _limited_parts(group: Sequence[CurvatureBlock]) -> Iterator[Sequence[CurvatureBlock]]:
     """Divides blocks of equal shape into parts of limited size.
 
-    A part contains all blocks that share a matrix, or one of equal parts of them.
+    Blocks that share a matrix are in the same part if they fit into it; otherwise they are divided equally.
     """
     run = max(_shared_run(column) for column in zip(*map(_matrices, group), strict=True))
     limit = STACK_ELEMENTS // (group[0].join.rows * group[0].join.columns)
@@ -154,7 +155,7 @@ def _form(block: CurvatureBlock) -> Hashable:
 
 
 def _shared_run(matrices: Sequence[Matrix]) -> int:
-    """Returns s if every s consecutive matrices are the same object, and s is the largest such number."""
+    """Returns the largest s such that each group of s consecutive matrices is one object, repeated s times."""
     ids = [id(matrix) for matrix in matrices]
     run = next((index for index, key in enumerate(ids) if key != ids[0]), len(ids))
     uniform = len(ids) % run == 0 and all(len(set(ids[k : k + run])) == 1 for k in range(0, len(ids), run))
@@ -220,7 +221,7 @@ class FactorPlacement:
 
 
 def _repeated_stacks(batches: Sequence[BlockBatch]) -> list[frozenset[StackKey]]:
-    """Returns, for each batch, the stacks that the batch before it has as well; the last item is empty."""
+    """Returns, for each batch, the stacks that it shares with the previous batch, followed by an empty set."""
     stacks = [frozenset(batch.stack_keys.values()) for batch in batches]
     return [frozenset(), *(first & second for first, second in pairwise(stacks)), frozenset()]
 
@@ -235,11 +236,11 @@ class _HostFactors:
 
 
 class FactorStream:
-    """Copies the matrices of one batch of blocks after the other to two buffers on a device.
+    """Copies the matrices of batches of blocks, one batch after the other, to two alternating buffers on a device.
 
-    On CUDA devices, copies run on a separate stream, from pinned memory. A copy waits until the blocks that were in
-    its buffer are computed, and blocks wait until their copy is complete. The buffers are freed with this object, and
-    all uses are ordered by events, so that the memory is never reused too early.
+    On CUDA devices, copies run on a separate stream, from pinned memory. A copy waits until the previous blocks in its
+    buffer have been computed, and the computation of blocks waits until their copy is complete. The buffers are freed
+    with this object, and all uses are ordered by events, so that the memory is never reused too early.
 
     Args:
         dtype: Dtype of the products.
@@ -257,11 +258,11 @@ class FactorStream:
     def place(
         self, batches: Sequence[BlockBatch], repeated: Sequence[frozenset[StackKey]]
     ) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
-        """Yields each batch with its operators, which are valid until the next one is requested.
+        """Yields each batch with its operators, which are valid until the next batch is requested.
 
         Args:
             batches: The batches.
-            repeated: For each batch, stacks that are not copied; their operators are missing.
+            repeated: For each batch, the stacks that are not copied and whose operators are omitted.
         """
         factors = [self._host_factors(batch, skipped) for batch, skipped in zip(batches, repeated, strict=False)]
         self._reserve(max((host.pack.nbytes for host in factors), default=0))
@@ -279,12 +280,12 @@ class FactorStream:
                 copied[slot] = self._start_copy(factors[number + 2], slot)
 
     def _reserve(self, size: int) -> None:
-        """Allocates the two buffers, or replaces them by larger ones."""
+        """Allocates the two buffers, or replaces them with larger ones."""
         if self._buffers and self._buffers[0].numel() >= size:
             return
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
         if self._stream is not None:
-            # The memory may still be in use by earlier work of the stream that it was allocated on.
+            # The memory may still be in use by earlier work of the stream on which it was allocated.
             self._released = [torch.cuda.current_stream(self._device).record_event()] * 2
 
     def _start_copy(self, host: _HostFactors, slot: int) -> torch.cuda.Event | None:

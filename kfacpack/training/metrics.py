@@ -33,7 +33,7 @@ class Metrics:
     accuracy: float
     """Accuracy on the step's batch, before the step."""
     penalty: float | None
-    """Value of the penalty, including λ; None if the step has none."""
+    """Value of the penalty, including λ; None if no penalty applies to the step."""
     lr: float
     """Learning rate of the step."""
 
@@ -98,9 +98,10 @@ class MetricsWarning(UserWarning):
 
 
 def metrics_path(output: Path) -> Path:
-    """Returns the metrics file of a vector file; it is different for every vector file.
+    """Returns the path of the metrics file for a vector file.
 
-    FILE.safetensors has FILE.metrics.jsonl; any other NAME has NAME-metrics.jsonl.
+    The metrics of FILE.safetensors are in FILE.metrics.jsonl, those of any other NAME in NAME-metrics.jsonl, so that
+    two vectors never share a metrics file.
     """
     if output.suffix == ".safetensors":
         return output.with_name(f"{output.stem}.metrics.jsonl")
@@ -141,7 +142,7 @@ def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
         done: Number of steps that are complete.
 
     Yields:
-        The log to add further steps to.
+        The log, to which further steps can be added.
 
     Raises:
         KfacpackError: If the file cannot be written.

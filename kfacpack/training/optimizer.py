@@ -1,12 +1,12 @@
-"""The optimizer of τ: hyperparameters and schedule, the order of the examples, the default learning rate, and AdamW.
+"""The optimizer for τ: hyperparameters and schedule, the order of the examples, the default learning rate, and AdamW.
 
 The order of the examples is a function of the seed and the step, so it needs no state. Each epoch has its own
 order; a batch may begin in one epoch and end in the next. Every batch is therefore full, and every example occurs once
 per epoch for any batch size.
 
 The default learning rate is derived from the model. The first step of Adam moves every parameter by the learning rate
-in the direction of the sign of its gradient. How far this moves f differs between models by orders of magnitude, but
-can be computed from the linearised model. The learning rate is the one with which such a step changes f by a fixed
+in the direction of the sign of its gradient. The resulting change of f differs between models by orders of magnitude,
+but can be computed from the linearised model. The learning rate is the one at which such a step changes f by a fixed
 fraction of its size: its norm if f is normalised, otherwise its deviation from the mean.
 """
 
@@ -93,7 +93,7 @@ class TrainingSettings:
     def step_count(self, examples: int) -> int:
         """Returns the number of steps for a training split of `examples` examples.
 
-        With `epochs`, the last batch is rounded up, so that no example of the last epoch is left out.
+        With `epochs`, the number is rounded up, so that no example of the last epoch is left out.
         """
         if self.epochs is None:
             return STEPS if self.steps is None else self.steps
@@ -145,17 +145,17 @@ class BatchOrder:
 
 
 _DIGITS = 2
-"""Significant digits of the derived learning rate, so that it does not depend on the order of additions."""
+"""Number of significant digits of the derived learning rate, which hide effects of the order of additions."""
 
 
 def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> float:
-    """Returns the learning rate with which the first step changes f by the regime's `relative_step`.
+    """Returns the learning rate at which the first step changes f by the regime's `relative_step`.
 
     Args:
         regime: The regime to train in.
         head: The head of the loss.
         batch: N examples, on the model's device.
-        labels: (N,), indices into the head's classes.
+        labels: Labels, (N,), as indices into the head's classes.
 
     Raises:
         KfacpackError: If f does not depend on the parameters, or the gradient is zero.
@@ -178,10 +178,10 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
 
 
 def _reference_norm(f: Tensor, *, normalized: bool) -> Tensor:
-    """Returns the norm that a change of f, (N, C), is compared with.
+    """Returns the norm of f, (N, C), relative to which a change of f is measured.
 
     If f is not normalised, its mean may be large compared with its variation over examples, and only the variation
-    distinguishes examples. So f is centred, unless that leaves zero.
+    distinguishes examples. Therefore f is centred, unless the result would be zero.
     """
     centred = f - f.mean(0)
     size: Tensor = f.norm() if normalized or not bool(centred.any()) else centred.norm()
@@ -192,7 +192,7 @@ def require_influence(regime: Regime, batch: Batch) -> None:
     """Checks that f depends on at least one of the trained parameters.
 
     Raises:
-        KfacpackError: If it does not.
+        KfacpackError: If f depends on none of them.
     """
     _, point = _linearization_at_zero(regime, batch)
     if not point.gradient(torch.ones_like(point.f)):
@@ -205,7 +205,7 @@ def _linearization_at_zero(regime: Regime, batch: Batch) -> tuple[Linearized, Li
 
 
 def no_influence_error(regime: Regime) -> KfacpackError:
-    """Returns the error for parameters that f does not depend on."""
+    """Returns the error for parameters on which f does not depend."""
     names = list(regime.parameters)
     listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return KfacpackError(
@@ -231,7 +231,7 @@ class AdamWState:
 
     Args:
         parameters: Parameters to train, by name; τ has their shapes and starts at zero.
-        settings: Provides the weight decay.
+        settings: Hyperparameters, of which only the weight decay is used.
         clip: Maximum norm of the gradient; None for no limit.
         masks: Boolean tensors by name; only the elements that they select are changed. None for all.
     """
@@ -269,15 +269,15 @@ class AdamWState:
         set_to_zero(list(self.gradients.values()))
 
     def largest_gradient(self) -> Tensor:
-        """Returns the largest magnitude in the gradients, a 0-d float32 tensor; NaN or Inf if a value is."""
+        """Returns the largest magnitude in the gradients, a 0-d float32 tensor; NaN or Inf if there is one."""
         return largest_magnitude(list(self.gradients.values()))
 
     def largest_change(self) -> Tensor:
-        """Returns the largest magnitude in τ, a 0-d tensor in float32, as in vector files; Inf if it overflows."""
+        """Returns the largest magnitude in τ, a 0-d float32 tensor; Inf if it exceeds the range of float32."""
         return largest_magnitude(list(self.tau.values()))
 
     def step(self, lr: float) -> None:
-        """Takes one step."""
+        """Performs one optimizer step with the learning rate `lr`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._clip is not None:

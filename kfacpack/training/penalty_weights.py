@@ -33,22 +33,24 @@ MAX_RATE = 1e18
 STRENGTH = 80.0
 """Default λ of a curvature penalty.
 
-It is the middle of the decade over which sums of vectors change little. For eight tasks, the mean accuracy of `tiny`
-with the sum of their vectors is 0.49 without a penalty and 0.69, 0.72, 0.71 at λ = 25, 80, 250; that of single vectors
-is 0.75 without and 0.75, 0.73, 0.71 with it (examples/eight_tasks.yaml, three seeds). In this scaling, the published
-accuracies are best at 20 (ViT-B/32) and 25 (ViT-B/16), and 2 points lower at ten times as much.
+It is the middle of a decade in which the accuracy of sums of vectors hardly depends on λ. For eight tasks, the mean
+accuracy of `tiny` with the sum of their vectors is 0.49 without a penalty and 0.69, 0.72, 0.71 at λ = 25, 80, 250; that
+of single vectors is 0.75 without a penalty and 0.75, 0.73, 0.71 with it (examples/eight_tasks.yaml, three seeds). In
+this scaling, the published accuracies are best at 20 (ViT-B/32) and 25 (ViT-B/16), and 2 points lower at ten times
+these values.
 """
 STRENGTH_KL = 3.0
 """Default λ of a curvature penalty with the metric `kl`, which is in nats and not divided by the variance of f.
 
 With two completion tasks (examples/completions.yaml), the mean perplexity of the sum of the vectors is 2.85 without a
-penalty and 1.32, 1.27, 1.26, 1.26, 1.28 at λ = 0.3, 1, 3, 10, 80 (test). The default was chosen on validation, where
-the token accuracy at the best α is 0.942, 0.944, 0.952, 0.947, 0.944. It has not been tuned on a large model.
+penalty and 1.32, 1.27, 1.26, 1.26, 1.28 at λ = 0.3, 1, 3, 10, 80 on the test split. The default was chosen on the
+validation split, where the token accuracy at the best α is 0.942, 0.944, 0.952, 0.947, 0.944. It has not been tuned on
+a large model.
 """
 STRENGTH_ON_DATA = 1.0
 """Default λ of the data penalty.
 
-It is smaller than `STRENGTH` because a bundle predicts only a tenth to a hundredth of the drift that is measured.
+It is smaller than `STRENGTH` because a bundle predicts only a tenth to a hundredth of the measured drift.
 """
 PUBLISHED_WEIGHTS = {"norm": 10.0, "token": 10.0, "projection": 0.1}
 """Group weights of preset "tak"."""
@@ -58,7 +60,7 @@ PUBLISHED_STRENGTH = {
     ("open_clip", "ViT-L-14"): 2000.0,
     ("t5", ""): 20.0,
 }
-"""λ of preset "tak" by model family and start of the model name."""
+"""λ of preset "tak" by model family and prefix of the model name."""
 _NORM_OPERATIONS = frozenset(
     (
         "layernorm",
@@ -95,9 +97,10 @@ def _is_norm(block: CurvatureBlock) -> bool:
 
 
 def _projection(curvature: Curvature) -> str | None:
-    """Returns the block of the layer that outputs f, up to normalisation: as wide as f, one position per example.
+    """Returns the name of the block of the output projection, the layer that computes f up to normalisation.
 
-    This is a bare `x @ W`, as in CLIP's vision towers, or else, if f is an embedding, the last such layer.
+    Candidates are layers as wide as f with one position per example. The last bare `x @ W` among them, as in CLIP's
+    vision towers, takes precedence. If there is none and f is an embedding, it is the last candidate.
     """
     width, output = curvature.about.function.width, curvature.about.function.output
     candidates = [
@@ -136,7 +139,7 @@ def block_factors(curvature: Curvature, weights: Mapping[str, float] | None, pre
 
 
 def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curvature]) -> None:
-    """Checks that weights are in range and belong to groups that the curvatures have.
+    """Checks that weights are in range and belong to groups of the curvatures.
 
     Raises:
         KfacpackError: If a group is unknown or a weight is out of range.
@@ -150,7 +153,12 @@ def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curv
 
 
 def resolve_strength(strength: float | None, *, on_data: bool = False, metric: Metric | None = None) -> float:
-    """Returns λ; if it is None, the default of a data penalty, or of a curvature penalty with the metric.
+    """Returns λ, or the default of the penalty if λ is None.
+
+    Args:
+        strength: λ.
+        on_data: Whether the penalty is the data penalty.
+        metric: Metric of the bundles of a curvature penalty.
 
     Raises:
         KfacpackError: If λ is negative, too large or NaN.
@@ -166,7 +174,7 @@ def published_strength(base: Base) -> float:
     """Returns the published λ of preset "tak" for a base model.
 
     Raises:
-        KfacpackError: If none was published for the model.
+        KfacpackError: If no λ was published for the model.
     """
     for (family, start), strength in PUBLISHED_STRENGTH.items():
         if base.family == family and base.name.startswith(start):
@@ -175,11 +183,11 @@ def published_strength(base: Base) -> float:
 
 
 def _published_divisor(block: CurvatureBlock) -> float:
-    """Returns the positions per example for Kronecker factors, and 1 for whole blocks, equal in both scalings."""
+    """Returns the positions per example of Kronecker factors, and 1 for whole blocks, whose scaling is the same."""
     if len(block.structure.sides) == 1:
         return 1.0
     if (positions := _positions(block)) is None:
-        problem = "does not record the number of positions per example, which preset 'tak' divides by"
+        problem = "does not record the number of positions per example, by which preset 'tak' divides"
         raise KfacpackError(f"block {block.name!r} {problem}. Estimate it again, or omit the preset")
     return positions
 

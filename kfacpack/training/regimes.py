@@ -8,8 +8,8 @@ Notation: N is the number of examples, C the width of f. τ and its gradient hav
 
 Masks of the regime `sparse` (TaLoS) select the weights to which f is least sensitive, the only ones that are trained.
 The score of a weight is its squared gradient of a logit sampled from the prediction, summed over examples of the task's
-validation split. Round k of four keeps the share keep^(k/4) of all weights with the lowest scores. Weights that are not
-kept are multiplied by 0.1 in later rounds and never return.
+validation split. Round k of four keeps the weights with the lowest scores, keep^(k/4) of all weights. Weights that are
+not kept are multiplied by 0.1 in later rounds and are not considered again.
 
 Bundles contain such scores as well: the diagonal of G, which is B_ii A_jj for the weight (i, j) of a Kronecker block.
 A mask from the bundles of other tasks needs no data.
@@ -55,31 +55,31 @@ if TYPE_CHECKING:
 
 
 class ForwardResult(ABC):
-    """Output of one batch at θ0 + τ, with its backward pass to τ."""
+    """f of one batch at θ0 + τ, with the backward pass that computes gradients with respect to τ."""
 
     f: Tensor
-    """(N, C), detached."""
+    """f of the batch, (N, C), detached."""
 
     @abstractmethod
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
         """Adds ∂<u, f>/∂τ to `gradients` in place. May be called once.
 
         Args:
-            u: Gradient at f, (N, C).
+            u: Gradient with respect to f, (N, C).
             gradients: Gradients by parameter name.
         """
 
 
 class Regime(ABC):
-    """A model, the parameters that are trained, and the forward pass they are trained through.
+    """A model, the parameters to train, and the forward pass that is differentiated.
 
     Args:
         model: The base model.
         params: Names or patterns of the parameters to train. Defaults to all that the model family does not freeze.
-        compile: Whether torch.compile compiles the forward and backward pass; only in the regime `linear`.
+        compile: Whether to compile the forward and backward pass with torch.compile; only in the regime `linear`.
 
     Raises:
-        KfacpackError: If no parameter is selected, or `compile` is set in another regime.
+        KfacpackError: If no parameter is selected, or `compile` is set in a regime other than `linear`.
     """
 
     name: ClassVar[Name]
@@ -87,7 +87,7 @@ class Regime(ABC):
     relative_step: ClassVar[float]
     """Target change of f in the first step, relative to its size, for the default learning rate."""
     default_lr: ClassVar[float | None] = None
-    """Default learning rate; None derives it from the model."""
+    """Default learning rate; None if it is derived from the model."""
     default_clip: ClassVar[float | None] = None
     """Default limit of the norm of the gradient; None for no limit."""
 
@@ -96,7 +96,7 @@ class Regime(ABC):
         self.parameters = self.choose_parameters(model, params)
         """Parameters that are trained, by state-dict name."""
         self.compiled = compile
-        """Whether torch.compile compiles the forward and backward pass."""
+        """Whether the forward and backward pass are compiled with torch.compile."""
         if compile and self.name != "linear":
             raise KfacpackError(f"--compile (compile): applies to the regime 'linear', got {self.name!r}")
 
@@ -105,19 +105,22 @@ class Regime(ABC):
         return select_parameters(model.module, params, model.frozen)
 
     def _require_some(self, model: Model, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns parameters, of which there must be at least one."""
+        """Returns the parameters after checking that there is at least one."""
         if not parameters:
-            remedy = "choose some with --params (params)"
-            raise KfacpackError(f"regime {self.name!r}: {model.name} has no such parameters; {remedy}")
+            problem = f"{model.name} has none of the parameters that this regime trains"
+            raise KfacpackError(f"regime {self.name!r}: {problem}; choose parameters with --params (params)")
         return parameters
 
     @abstractmethod
     def forward(self, batch: Batch, tau: Tau) -> ForwardResult:
-        """Returns f of a batch at θ0 + τ, not checked for NaN or Inf, which would synchronise with the device."""
+        """Returns f of a batch at θ0 + τ.
+
+        The values are not checked for NaN or Inf, because the check would synchronise with the device.
+        """
 
     @abstractmethod
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, ForwardResult]:
-        """Returns the change of f by τ, (N, C), and the forward result whose gradient is that of the change.
+        """Returns the change of f by τ, (N, C), and the forward result, which computes the gradient of the change.
 
         The change is not checked for NaN or Inf.
         """
@@ -248,7 +251,8 @@ LAYERS = re.compile("linear|conv|norm|attention|attn", re.IGNORECASE)
 class SparseRegime(FullRegime):
     """Trains the model itself, but only some of the weights of linear, attention, convolution and norm layers.
 
-    The masks of the trainer select them. The default learning rate and limit of the gradient norm are those of TaLoS.
+    The masks of the trainer select these weights. The default learning rate and the default limit of the gradient norm
+    are those of TaLoS.
 
     Raises:
         KfacpackError: If the model has no such parameters.
@@ -282,9 +286,9 @@ REGIMES: dict[str, type[Regime]] = {
 KEEP = 0.1
 """Default share of the weights that are trained."""
 ROUNDS = 4
-"""Rounds of the calibration."""
+"""Number of rounds of the calibration."""
 OUTSIDE = 0.1
-"""Factor of the weights that are not kept, in later rounds."""
+"""Factor by which weights that are not kept are multiplied in later rounds."""
 CALIBRATION_EXAMPLES = 256
 """Maximum number of validation examples of a calibration."""
 
@@ -309,10 +313,10 @@ class SparsityMasks:
 
 
 def require_share(keep: float) -> float:
-    """Returns a share of weights.
+    """Returns `keep` after checking that it is a valid share of the weights.
 
     Raises:
-        KfacpackError: If it is not positive or more than 1.
+        KfacpackError: If `keep` is not positive, or is more than 1.
     """
     if not 0 < keep <= 1:
         raise KfacpackError(f"--keep (keep) {keep}: expected a share of the weights, more than 0 and at most 1")
@@ -349,7 +353,7 @@ def calibrated_masks(
     """Selects the weights with the smallest squared gradients on validation examples.
 
     Args:
-        regime: Provides the model and its weights.
+        regime: The regime, which defines the model and the weights to select from.
         head: Head of the task.
         task: The task; its split "validation" is used.
         keep: Share of the weights to train.
@@ -381,7 +385,7 @@ def calibrated_masks(
             raise KfacpackError("regime 'sparse': the gradients of all weights are zero. Choose others with --params")
         ranked = {name: score.masked_fill(~masks[name], torch.inf) for name, score in scores.items()}
         masks = lowest(ranked, max(1, ceil(total * keep ** ((number + 1) / ROUNDS))))
-    return _recorded(masks, {"keep": keep, "mask": f"{len(numbers)} examples of {split.source.split}"})
+    return _broadcast(masks, {"keep": keep, "mask": f"{len(numbers)} examples of {split.source.split}"})
 
 
 def _add_squared_gradients(
@@ -404,7 +408,7 @@ def masks_from_bundles(regime: Regime, bundles: Regularizer, keep: float = KEEP)
     """Selects the weights with the smallest diagonal elements of G, without data.
 
     Args:
-        regime: Provides the model and its weights.
+        regime: The regime, which defines the model and the weights to select from.
         bundles: The bundles, checked against the model, without the trained task.
         keep: Share of the weights of `regime` to train. Weights that no bundle covers are not trained.
 
@@ -432,7 +436,7 @@ def masks_from_bundles(regime: Regime, bundles: Regularizer, keep: float = KEEP)
         )
         raise KfacpackError(f"--mask (mask): {problem}. Pass a smaller --keep (keep), or choose weights with --params")
     digests = ", ".join(digest[:16] for digest in bundles.digests)
-    return _recorded(lowest(scores, count), {"keep": keep, "mask": f"bundles {digests}"})
+    return _broadcast(lowest(scores, count), {"keep": keep, "mask": f"bundles {digests}"})
 
 
 def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, Tensor]:
@@ -450,8 +454,8 @@ def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, 
     return scatter(total.reshape(rows, columns), block.join, shapes)
 
 
-def _recorded(masks: dict[str, Tensor], settings: dict[str, float | str]) -> SparsityMasks:
-    """Makes all processes use the masks of the first one, so that rounding cannot make them diverge."""
+def _broadcast(masks: dict[str, Tensor], settings: dict[str, float | str]) -> SparsityMasks:
+    """Sends the masks of the first process to all others, so that rounding cannot make the processes diverge."""
     bytes_of = {name: mask.to(torch.uint8) for name, mask in masks.items()}
     distributed.broadcast(list(bytes_of.values()))
     return SparsityMasks({name: values.bool() for name, values in bytes_of.items()}, settings)

@@ -53,9 +53,9 @@ class PrecisionLoss(NamedTuple):
     """Relative errors of a penalty whose products have a reduced precision."""
 
     value: float
-    """|v' - v| / v of the value v."""
+    """Relative error |v' - v| / v of the value v."""
     gradient: float
-    """‖g' - g‖ / ‖g‖ of the gradient g over all parameters."""
+    """Relative error ‖g' - g‖ / ‖g‖ of the gradient g over all parameters."""
 
 
 class Regularizer:
@@ -77,8 +77,8 @@ class Regularizer:
         dtype: Dtype of the computation. Defaults to the dtype of τ, at least float32.
         precision: Precision of the products with factors: "bf16" also keeps the factors in bfloat16, "tf32" uses TF32
             on GPUs that have it. Defaults to that of `dtype`. `precision_loss` measures the effect.
-        exclude_task: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles that it
-            was merged into by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
+        exclude_task: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles into
+            which it was merged by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
 
     Raises:
         KfacpackError: If the bundles are incompatible, or an option is out of range.
@@ -158,7 +158,7 @@ class Regularizer:
 
     @property
     def curvatures(self) -> tuple[Curvature, ...]:
-        """Curvatures that are summed, without the task that is left out."""
+        """Curvatures whose sum is the penalty, without the task that is left out."""
         return tuple(bundle.curvature for bundle in self._inputs)
 
     @property
@@ -194,11 +194,12 @@ class Regularizer:
         Args:
             model: A kfacpack model, a module or a state dict.
             function: f of the model; a kfacpack model provides its own.
-            base: Identity of `model` by `Model.base` or `kp.identify`, if it was computed already. Parameters in it
+            base: Result of `Model.base` or `kp.identify` for `model`, if it has been computed already. Parameters in it
                 are not hashed again.
 
         Raises:
-            KfacpackError: If a bundle is for another f or base model; names the first parameter that differs.
+            KfacpackError: If a bundle is for another f or base model; the message names the first parameter that
+                differs.
         """
         if isinstance(model, Model):
             function = function or model.function
@@ -207,7 +208,7 @@ class Regularizer:
         for bundle in self._inputs:
             about = bundle.curvature.about
             if function and (words := function_difference(about.function, function)):
-                raise KfacpackError(f"{bundle.name}: was estimated for a different f from the model's: {words}")
+                raise KfacpackError(f"{bundle.name}: was estimated for a different f than that of the model: {words}")
             for parameter in about.base.parameters:
                 if identified.get(parameter.name) == parameter:
                     continue
@@ -236,10 +237,10 @@ class Regularizer:
         """Returns the penalty as a term of a loss, differentiable once in τ.
 
         τ may be computed from other tensors: for τ = c B A and H = 2 λ/s G τ, the gradient of B is c H Aᵀ, and that of
-        A is c Bᵀ H. If τ are leaf tensors, `add_grad` does the same without a graph.
+        A is c Bᵀ H. If the tensors of τ are leaves, `add_grad` does the same without a graph.
 
         Args:
-            tau: See `value`.
+            tau: Task vector by parameter name; see `value`.
 
         Returns:
             A 0-d tensor.
@@ -255,7 +256,7 @@ class Regularizer:
         """Computes the penalty and adds its gradient, 2 λ/s G τ, in place.
 
         Args:
-            tau: See `value`.
+            tau: Task vector by parameter name; see `value`.
             grads: Gradients to add to, by parameter name; missing ones are created. Defaults to each tensor's `.grad`.
 
         Returns:
@@ -276,7 +277,7 @@ class Regularizer:
                 tensor.grad = tau_grads[name]
             return self._compute(covered, tau_grads)
         if not isinstance(grads, MutableMapping):
-            raise KfacpackError(f"grads: expected a dict that gradients are added to, got {type(grads).__name__}")
+            raise KfacpackError(f"grads: expected a dict to which gradients are added, got {type(grads).__name__}")
         for name, tensor in covered.items():
             if grads.get(name) is None:
                 grads[name] = torch.zeros_like(tensor)
@@ -290,13 +291,13 @@ class Regularizer:
         """Rejects mappings that create a new tensor at each access, such as task vectors: a `.grad` would be lost."""
         if any(tau[name] is not tensor for name, tensor in covered.items()):
             problem = f"the tensors of a {type(tau).__name__} are created at each access and keep no .grad"
-            raise TaskVectorError(f"{problem}. Pass a dict that gradients are added to: add_grad(tau, grads)")
+            raise TaskVectorError(f"{problem}. Pass a dict to which gradients are added: add_grad(tau, grads)")
 
     def precision_loss(self, tau: Mapping[str, Tensor]) -> PrecisionLoss:
         """Measures the error that `precision` causes, compared with products in the dtype of the computation.
 
         Args:
-            tau: See `value`.
+            tau: Task vector by parameter name; see `value`.
 
         Returns:
             The relative errors; 0 if the penalty is zero.
@@ -320,7 +321,7 @@ class Regularizer:
     def _compute(
         self, tau: Mapping[str, Tensor], grads: Mapping[str, Tensor] | None, factors: FactorPlacement | None = None
     ) -> Tensor:
-        """Returns the value and adds the gradient to `grads`, if given; τ has been checked.
+        """Returns the value and adds the gradient to `grads`, if given. τ must have been checked.
 
         Args:
             tau: τ by parameter name.
@@ -402,7 +403,7 @@ def _output_scale(inputs: Sequence[MergeInput]) -> float:
 
 
 def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[MergeInput, MergeInput]]:
-    """Returns pairs of a bundle and the bundle without the task being trained, if it can be removed."""
+    """Returns pairs of a bundle and the same bundle without the task being trained, if that task can be removed."""
     _warn_of_common_classes(inputs, task)
     if not any(parent.task == task for bundle in inputs for parent in bundle.parents):
         return [(bundle, bundle) for bundle in inputs]
@@ -427,7 +428,7 @@ def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
     for other, bundle in protected.items():
         if share_classes(other, task):
             problem = f"{bundle.name} contains {other!r}, which has classes in common with it"
-            remedy = f"Pass bundles of the other splits of {base_task_name(task)!r}, of equal size, and of other tasks"
+            remedy = f"Pass bundles of other tasks, and of other splits of {base_task_name(task)!r} of the same size"
             warnings.warn(_own_task_message(task, f"{problem}. {remedy}"), OwnTaskWarning, stacklevel=4)
             return
 

@@ -73,7 +73,7 @@ def train(
         reg_data: One or several other tasks whose drift is penalised on their own data, instead of using bundles (τJp).
         strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, to 1 with `reg_data`, or to the published λ
             with `preset`.
-        reg_every: N applies the penalty only at every N-th step.
+        reg_every: Interval of the penalty in steps: N applies it only at every N-th step.
         weights: Factors for groups of blocks, such as `{"norm": 10.0}`.
         preset: `"tak"` for the published scaling, strength and weights.
         penalty_precision: `"tf32"` or `"bf16"` for faster products with the factors; `"bf16"` also halves the memory of
@@ -95,7 +95,8 @@ def train(
         weight_decay: AdamW's weight decay on τ.
         clip: Maximum norm of the gradient; by default 1 in the regime `"sparse"`, and no limit in others.
         autocast: Whether to run the model in bfloat16; by default only on CUDA.
-        compile: Whether torch.compile compiles the linearised step, with CUDA graphs on a GPU. Needs a C++ compiler.
+        compile: Whether to compile the linearised step with torch.compile, and to use CUDA graphs on a GPU. Requires a
+            C++ compiler.
         seed: Seed for the order of the examples.
         output: File to write. The metrics of each step and the state of an interrupted run are stored beside it. By
             default, no file is written.
@@ -178,21 +179,21 @@ def build_trainer(
         model: The base model.
         task: The task to train.
         settings: Length, batches, learning rate and seed.
-        reg: See `train`.
-        reg_data: See `train`.
-        strength: See `train`.
-        reg_every: See `train`.
-        weights: See `train`.
-        preset: See `train`.
-        penalty_precision: See `train`.
-        offload: See `train`.
-        regime: See `train`.
-        mask: See `train`.
-        keep: See `train`.
-        params: See `train`.
-        head: See `train`.
-        autocast: See `train`.
-        compile: See `train`.
+        reg: Bundles of the penalty. This and the following arguments are described in `train`.
+        reg_data: Tasks of a penalty on data.
+        strength: λ.
+        reg_every: Interval of the penalty in steps.
+        weights: Factors for groups of blocks.
+        preset: Published scaling, strength and weights.
+        penalty_precision: Precision of the products with the factors.
+        offload: Whether to keep the factors on the CPU.
+        regime: Name of the regime.
+        mask: Bundles that select the weights of the regime `"sparse"`.
+        keep: Share of the weights that the regime `"sparse"` trains.
+        params: Names or patterns of the trained parameters.
+        head: A frozen head, or the kind of head to compute.
+        autocast: Whether to run the model in bfloat16.
+        compile: Whether to compile the linearised step with torch.compile.
         on_head: Called with the number of examples done and their total while a prototype head is computed.
 
     Returns:
@@ -229,7 +230,7 @@ def build_trainer(
             precision=penalty_precision,
             exclude_task=task.name,
         )
-    base = identify_base(training_regime, regularizer)  # before the head, which may take a long time
+    base = identify_base(training_regime, regularizer)  # checks bundles before the head is computed, which may be slow
     masked = Regularizer(mask_bundles, exclude_task=task.name) if mask_bundles else None
     if masked:
         masked.check(model, base=base)
@@ -255,7 +256,7 @@ def build_trainer(
 
 
 def as_bundle_list(reg: Sequence[Mergeable] | Mergeable) -> list[Mergeable]:
-    """Returns one bundle or several as a list."""
+    """Converts an argument that is one bundle or a sequence of bundles to a list."""
     return list(reg) if isinstance(reg, Sequence) and not isinstance(reg, str) else [reg]
 
 
@@ -270,44 +271,45 @@ def check_penalty_options(
     penalty_precision: PenaltyPrecision | None,
     offload: bool,
 ) -> None:
-    """Rejects options of a penalty that is not used; needs no model, so that it can be called first.
+    """Rejects options of a penalty that is not used. The check needs no model, so it can run before one is loaded.
 
     Args:
         bundles: The bundles of the penalty, if any.
         reg_data: The tasks of a penalty on data, if any.
-        strength: See `train`.
-        weights: See `train`.
-        preset: See `train`.
-        reg_every: See `train`.
-        penalty_precision: See `train`.
-        offload: See `train`.
+        strength: λ, or None.
+        weights: Factors for groups of blocks, if any.
+        preset: Name of a preset, if any.
+        reg_every: Interval of the penalty in steps.
+        penalty_precision: Precision of the products with the factors, or None.
+        offload: Whether to keep the factors on the CPU.
 
     Raises:
-        KfacpackError: If both kinds of penalty are given, or an option without its penalty.
+        KfacpackError: If both kinds of penalty are given, or an option is given without its penalty.
     """
     if bundles and reg_data:
-        raise KfacpackError("the penalty comes from bundles (--reg, reg) or from data (--reg-data, reg_data), got both")
+        expected = "expected a penalty from bundles (--reg, reg) or from data (--reg-data, reg_data)"
+        raise KfacpackError(f"{expected}, got both")
     if strength is not None and not (bundles or reg_data):
         remedy = "pass bundles with --reg (reg), or tasks with --reg-data (reg_data)"
         raise KfacpackError(f"--strength (strength) needs a penalty: {remedy}")
     if not bundles and (weights or preset or reg_every != 1 or penalty_precision or offload):
         options = "--weight (weights), --preset, --reg-every, --penalty-precision (penalty_precision) and --offload"
-        raise KfacpackError(f"{options} apply to a penalty from bundles: pass some with --reg (reg)")
+        raise KfacpackError(f"{options} require a penalty from bundles: pass bundles with --reg (reg)")
 
 
 def check_mask_options(regime: str, mask: Sequence[object], keep: float | None) -> None:
-    """Rejects options of the regime `sparse` in other regimes; needs no model, so that it can be called first.
+    """Rejects options of the regime `sparse` in other regimes. The check needs no model.
 
     Args:
-        regime: See `train`.
-        mask: See `train`.
-        keep: See `train`.
+        regime: Name of the regime.
+        mask: Bundles that select the weights to train, if any.
+        keep: Share of the weights to train, or None.
 
     Raises:
         KfacpackError: If an option does not apply or is out of range.
     """
     if regime != "sparse" and (mask or keep is not None):
-        raise KfacpackError(f"--mask (mask) and --keep (keep) apply to the regime 'sparse', got {regime!r}")
+        raise KfacpackError(f"--mask (mask) and --keep (keep) require the regime 'sparse', got {regime!r}")
     if keep is not None:
         require_share(keep)
 

@@ -62,7 +62,7 @@ def identify_base(regime: Regime, regularizer: Regularizer | None = None) -> Bas
     """Hashes the parameters of a run once, and checks that the bundles of its penalty belong to the model.
 
     Args:
-        regime: Provides the model and the trained parameters.
+        regime: The regime, which defines the model and the trained parameters.
         regularizer: The curvature penalty, if any.
 
     Returns:
@@ -85,7 +85,7 @@ def resume_request(trainer: Trainer, base: Base) -> dict[str, Any]:
     """Returns the settings that must be unchanged for an interrupted run to be resumed.
 
     Args:
-        trainer: The run.
+        trainer: The training run.
         base: Identity of the trained parameters.
     """
     model, penalty_splits = trainer.regime.model, trainer.data_penalty.splits if trainer.data_penalty else {}
@@ -113,7 +113,7 @@ def build_task_vector(trainer: Trainer, tau: Mapping[str, Tensor], base: Base) -
     """Returns the task vector with its head and a record of how it was trained.
 
     Args:
-        trainer: The run.
+        trainer: The training run.
         tau: τ by parameter name, on any device.
         base: Identity of the trained parameters.
     """
@@ -170,7 +170,7 @@ def _head_digest(head: Head) -> str:
 
 @dataclass(frozen=True)
 class StartedStep:
-    """A step that was started, and whose results are read later."""
+    """A step that has been started, and whose results have not been read yet."""
 
     step: int
     """Index of the step, from 0."""
@@ -197,7 +197,7 @@ class Trainer:
     """
 
     regime: Regime
-    """Provides the model and the parameters to train."""
+    """The regime, which defines the model and the parameters to train."""
     task: Task
     """The task to train on; its split "train" is used."""
     head: Head
@@ -211,7 +211,7 @@ class Trainer:
     autocast: torch.dtype | None = None
     """Compute dtype of the model. Defaults to that of its weights; τ is always float32."""
     base: Base | None = None
-    """Identity by `identify_base`, if it was computed already; it is not computed again."""
+    """Result of `identify_base`, if it has been computed already; otherwise it is computed at construction."""
     masks: SparsityMasks | None = None
     """The weights to train, in the regime `sparse`."""
 
@@ -222,10 +222,10 @@ class Trainer:
             raise KfacpackError(f"{printable(self.task.name)}: the training split has no examples")
         if (self.masks is None) == (self.regime.name == "sparse"):
             raise KfacpackError(
-                f"regime {self.regime.name!r}: masks are required in the regime 'sparse', and only there"
+                f"regime {self.regime.name!r}: masks are required in the regime 'sparse', and not allowed in others"
             )
         if self.regularizer and self.data_penalty:
-            raise KfacpackError("the penalty comes from bundles or from data, got both")
+            raise KfacpackError("expected a penalty from bundles or from data, got both")
         if self.data_penalty:
             self.data_penalty.measure_output_scale(self.regime.model)
         if self.base is None:
@@ -249,7 +249,7 @@ class Trainer:
 
     @cached_property
     def lr(self) -> float:
-        """Peak learning rate. If it is derived, all processes use the same examples."""
+        """Peak learning rate. If it is derived from the model, all processes use the same examples."""
         if (lr := self.settings.lr if self.settings.lr is not None else self.regime.default_lr) is not None:
             return lr
         numbers = self._order.batch(0)[:_LR_EXAMPLES]
@@ -299,7 +299,7 @@ class Trainer:
 
         Raises:
             Interrupted: If `stopped` returned True.
-            KfacpackError: If a file cannot be written, the run to be resumed was another one, or training diverges.
+            KfacpackError: If a file cannot be written, the run to be resumed has other settings, or training diverges.
         """
         require_writable_folder(output)
         require_metrics_path(output)

@@ -1,6 +1,6 @@
 """Export of a task vector as a LoRA adapter that PEFT loads onto the model's own module.
 
-Notation: W is the change of a weight, (m, n), in the orientation of the parameter. The adapter has U V instead, with
+Notation: W is the change of a weight, (m, n), in the orientation of the parameter. The adapter stores U V instead, with
 U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. Errors are measured in the bundle's own metric, and a weight
 gets the truncated SVD if its error is smaller than that of the approximation in the metric.
 """
@@ -51,14 +51,14 @@ class ExportedMatrix:
     """Name of the weight."""
     shape: tuple[int, ...]
     rank: int
-    """Rank of its approximation."""
+    """Rank of the approximation."""
     method: ApproximationMethod
     """factors: as stored in the vector, without error. svd: truncated singular value decomposition. metric: the best
     approximation in the metric of the bundle."""
     error: float
     """‖W − U V‖ / ‖W‖."""
     metric_error: float | None
-    """The same ratio in the norm of the bundle; None without a bundle, or if the bundle gives W no curvature."""
+    """‖W − U V‖ / ‖W‖ in the norm of the bundle; None without a bundle, or if the bundle's norm of W is zero."""
     svd_metric_error: float | None
     """Error of the truncated SVD in the norm of the bundle."""
 
@@ -70,7 +70,7 @@ class LostParameter:
     parameter: str
     reason: str
     share: float
-    """Its share of ‖τ‖²."""
+    """Share of the parameter in ‖τ‖²."""
     metric_share: float | None
     """τᵀGτ of this parameter alone, relative to that of the vector; None without a bundle."""
 
@@ -95,7 +95,7 @@ class LoraExport:
     error: float
     """‖τ − adapter‖ / ‖τ‖, over all parameters, including the lost ones."""
     metric_error: float | None
-    """The same ratio in the norm of the bundle."""
+    """‖τ − adapter‖ / ‖τ‖ in the norm of the bundle; None without a bundle."""
 
 
 def export_lora(
@@ -115,16 +115,16 @@ def export_lora(
 
     Args:
         vector: A task vector, or the path of its file.
-        path: Folder to write; it must not exist, or be empty.
+        path: Folder to write. If it exists, it must be empty.
         rank: Maximum rank of each matrix.
         bundle: A curvature, or the path of a bundle. Each matrix is then approximated in the metric of its block;
-            parameters that the bundle does not cover get the truncated SVD.
+            parameters that the bundle does not cover are approximated by the truncated SVD.
         model: The base model, of which only the module classes are used. By default, the model recorded in the vector,
             with random weights.
         on_progress: Called with the number of parameters done and their total.
 
     Returns:
-        The errors of every matrix, and the parameters that were lost.
+        The errors of every matrix, and the parameters that the adapter does not contain.
 
     Raises:
         KfacpackError: If the rank is less than 1, the bundle belongs to another base model, the vector has no
@@ -203,19 +203,20 @@ def _check_bundle(vector: TaskVector, curvature: Curvature) -> None:
         raise KfacpackError(f"{name}: covers no parameter of the vector; expected a bundle of {about.base.name}")
     for parameter in common:
         if own[parameter.name] != parameter:
-            problem = f"belongs to a different base model from the vector: the parameter {parameter.name!r} differs"
+            problem = f"belongs to a different base model than the vector: the parameter {parameter.name!r} differs"
             raise KfacpackError(f"{name}: {problem}. Use a bundle that was estimated with {about.base.name}")
     if change := function_difference(about.function, curvature.about.function):
-        raise KfacpackError(f"{name}: was estimated for a different function f from the vector: {change}")
+        raise KfacpackError(f"{name}: was estimated for a different function f than the vector: {change}")
 
 
 def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:
-    """Returns the module that the adapter is for, or one of the same architecture."""
+    """Returns the module to which the adapter belongs, or one of the same architecture."""
     if model is None:
         prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)
         remedy = "Pass the model: --model MODEL (model=…)"
         if prefix is None:
-            raise KfacpackError(f"the module of {base.name} is unknown: it has no model family. {remedy}")
+            problem = f"the module of {base.name} is unknown: there is no model family {base.family!r}"
+            raise KfacpackError(f"{problem}. {remedy}")
         try:
             return load_model(f"{prefix}:{base.name}" if prefix else base.name, weights="random").module
         except KfacpackError as error:
@@ -384,7 +385,7 @@ def _write(
 
 
 def _target_modules(names: list[str], modules: Iterable[str]) -> list[str] | str:
-    """Returns the names, or a regular expression if PEFT would find modules whose names end with one of them."""
+    """Returns the names, or a regular expression if PEFT would also match longer names that end with one of them."""
     suffixes = tuple(f".{name}" for name in names)
     if any(module.endswith(suffixes) and module not in names for module in modules):
         return "|".join(map(re.escape, names))

@@ -26,9 +26,9 @@ from kfacpack.vectors.checkpoints import (
 )
 from kfacpack.vectors.parameter_change import Factors
 
-_MERGE_FIRST = "Merge it into its model with peft's merge_and_unload and extract the merged checkpoint"
+_MERGE_FIRST = "Merge the adapter into its model with peft's merge_and_unload and extract the merged checkpoint"
 ONLY_LORA = f"Only plain LoRA adapters are supported. {_MERGE_FIRST}"
-"""Remedy for other adapters."""
+"""Remedy for adapters that are not plain LoRA adapters."""
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -43,9 +43,9 @@ _UNSUPPORTED = {
     "alora_invocation_tokens": "activated LoRA",
     "lora_bias": "LoRA with a bias (lora_bias)",
 }
-"""Variants of LoRA whose change is not s B A, by the key of the config that turns them on."""
+"""Variants of LoRA whose change is not s B A, by the config key that enables them."""
 _INITIALISATIONS = ("gaussian", "eva", "orthogonal")
-"""Initialisations that leave the weights of the base model as they are; others, such as PiSSA, change them."""
+"""Initialisations that do not change the weights of the base model; others, such as PiSSA, do."""
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
@@ -58,7 +58,7 @@ class AdapterLayer:
     """A and B of one layer, and the factor s of their product."""
 
     module: str
-    """Name of the layer in the model that the adapter was trained with."""
+    """Name of the layer in the model with which the adapter was trained."""
     scale: float
     is_embedding: bool
     tensors: dict[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class AdapterLayer:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The content of a LoRA adapter under the names of the model that it was trained with."""
+    """The content of a LoRA adapter, with the names of the model with which it was trained."""
 
     tensors: CheckpointTensors
     base: str | None
@@ -132,7 +132,7 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
         The adapter, or None if the folder has no `adapter_config.json`.
 
     Raises:
-        BundleError: If the adapter is not a LoRA, uses a variant that is not supported, or is incomplete.
+        BundleError: If the adapter is not a LoRA adapter, uses an unsupported variant, or is incomplete.
     """
     content = folder.json_with_digest(ADAPTER_CONFIG)
     if content is None:
@@ -153,7 +153,7 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
             if match["module"].endswith(".base_layer.out_proj"):
                 # peft 0.21 adds the change of out_proj twice, so its effect depends on the version of peft.
                 layer_name = match["module"].removesuffix(".base_layer.out_proj")
-                problem = "has a LoRA on torch.nn.MultiheadAttention"
+                problem = "has LoRA factors for torch.nn.MultiheadAttention"
                 raise BundleError(folder.name, problem, f"layer {layer_name!r}", _MERGE_FIRST)
             module = _WRAPPERS.sub("", match["module"])
             layer = layers.get(module)
@@ -184,13 +184,13 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in _INITIALISATIONS:
         problem = f"was initialised by {printable(start)!r}, which also changes the weights of the base model"
-        remedy = "Save it with peft's path_initial_model_for_weight_conversion, which turns it into a plain LoRA"
+        remedy = "Save it with peft's path_initial_model_for_weight_conversion, which gives a plain LoRA adapter"
         raise BundleError(name, problem, f"{ADAPTER_CONFIG}: init_lora_weights", remedy)
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
         numbers = isinstance(patterns, dict) and all(_is_positive(value) for value in patterns.values())
         if not numbers:
-            raise BundleError(name, "expected positive numbers by pattern", f"{ADAPTER_CONFIG}: {key}")
+            raise BundleError(name, "expected a positive number for each pattern", f"{ADAPTER_CONFIG}: {key}")
     for key in ("r", "lora_alpha"):
         if not _is_positive(config.get(key)):
             problem = f"is {printable(str(config.get(key)))}, expected a positive number"

@@ -1,4 +1,4 @@
-"""`kp.add` merges task vectors into one; `kp.refine` reduces the effect of one on other tasks.
+"""`kp.add` merges task vectors into one; `kp.refine` reduces the effect of a vector on other tasks.
 
 Most methods are computed lazily, one parameter at a time. Methods that use curvature, and `refine`, are computed at
 once, because the vector records how they converged.
@@ -108,8 +108,8 @@ def add(
     """Merges task vectors into one on the scale of their sum.
 
     Methods without bundles compute the result one parameter at a time when it is read or saved. "curvature",
-    "regmean", "fisher" and "actmat" compute it at once; `about.method` of the result then has the iterations, the
-    residual and the objective of each block.
+    "regmean", "fisher" and "actmat" compute it at once; `about.method` of the result then contains the number of
+    iterations, the residual and the objective of each block.
 
     Args:
         vectors: Task vectors or paths of their files, each at most once.
@@ -117,7 +117,7 @@ def add(
 
             {methods}
         alpha: A factor for the result, or one factor for each vector. For every method, multiplying all vectors by
-            the same factor multiplies the result.
+            a factor multiplies the result by the same factor.
         bundles: Curvatures or paths of bundles, for the methods that need them: those of the vectors' tasks, in any
             order. A vector of several tasks needs a merged bundle of these tasks, or several bundles.
         on_progress: Called with the number of blocks done and their total, by methods that compute the result at once.
@@ -129,8 +129,8 @@ def add(
     Raises:
         KfacpackError: If the method, a setting or alpha is invalid, if bundles are missing or superfluous, or if the
             curvature of a block is not positive definite and cannot be repaired.
-        TaskVectorError: If the vectors are incompatible, if one would be counted twice, or if a bundle has another base
-            model or f.
+        TaskVectorError: If the vectors are incompatible, if a vector would be counted twice, or if a bundle has another
+            base model or f.
 
     Example:
         >>> merged = kp.add(["cars.safetensors", "dtd.safetensors"], method="ties", keep=0.3)
@@ -192,7 +192,7 @@ def _matched_bundles(
         if inputs:
             users = ", ".join(name for name, other in METHODS.items() if other.needs_bundles)
             raise KfacpackError(
-                f"the method {method.name!r} does not use bundles, but got {len(inputs)}. Leave them out, or use one "
+                f"the method {method.name!r} does not use bundles, but got {len(inputs)}. Omit the bundles, or use one "
                 f"of {users}"
             )
         return []
@@ -210,13 +210,13 @@ def _matched_bundles(
 
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
     if not isinstance(alpha, int | float | Sequence):
-        raise KfacpackError(f"α is a {type(alpha).__name__}, expected a finite number or a list of one for each vector")
+        raise KfacpackError(f"α is a {type(alpha).__name__}, expected a finite number, or a list with one per vector")
     numbers = [alpha] * count if isinstance(alpha, int | float) else list(alpha)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
             raise KfacpackError(f"α is {number!r}, expected a finite number")
     if len(numbers) != count:
-        raise KfacpackError(f"got {len(numbers)} α for {count} vectors, expected one for all or one for each")
+        raise KfacpackError(f"got {len(numbers)} values of α for {count} vectors, expected one, or one per vector")
     return [float(number) for number in numbers]
 
 
@@ -267,7 +267,7 @@ def refine(
         on_progress: Called with the number of blocks done and their total.
 
     Returns:
-        The refined vector. Its `about.method` has the settings and the report of each block.
+        The refined vector. Its `about.method` contains the settings and the report of each block.
 
     Raises:
         KfacpackError: If a setting is invalid, if bundles are missing, superfluous or incompatible, or if the bundles

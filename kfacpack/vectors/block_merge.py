@@ -46,13 +46,13 @@ class FactoredBlock:
     join: Join
     shapes: ParameterShapes
     present: frozenset[str]
-    """Parameters that the vectors have."""
+    """Names of the block's parameters that the vectors contain."""
     left: Tensor
-    """Q_U, (rows, k)."""
+    """Orthonormal basis Q_U, (rows, k)."""
     right: Tensor
-    """Q_V, (k', columns)."""
+    """Orthonormal basis Q_V, (k', columns)."""
     cores: tuple[Tensor, ...]
-    """S_t of each vector, (k, k')."""
+    """Core S_t of each vector, (k, k')."""
 
     @classmethod
     def of(
@@ -63,7 +63,7 @@ class FactoredBlock:
         Args:
             inputs: The vectors.
             join: Position of each parameter in the matrix of the block.
-            present: Shapes of the parameters that the vectors have.
+            present: Shapes of the parameters that the vectors contain.
             shapes: Shapes of all parameters of the block.
 
         Returns:
@@ -118,7 +118,7 @@ class FactoredBlock:
         """Yields the factors of each parameter of Q_U S Q_V, as matrices of shape (shape[0], -1).
 
         Args:
-            core: S, (k, k').
+            core: The core S, (k, k').
         """
         left, right = (
             (self.left @ core, self.right) if core.shape[0] > core.shape[1] else (self.left, core @ self.right)
@@ -129,7 +129,7 @@ class FactoredBlock:
 
 
 def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterShapes) -> Factors:
-    """Returns the factors of a (rows, columns) matrix that has a parameter at its place and is zero elsewhere."""
+    """Returns the factors of a (rows, columns) matrix with a parameter at its position and zeros elsewhere."""
     U, V = pair
     if piece.rows is not None:
         U = U[piece.rows[0] : piece.rows[1]]
@@ -145,7 +145,7 @@ def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterSha
 
 
 def _extract_factors(pair: Factors, piece: Piece, shapes: ParameterShapes) -> Factors:
-    """Returns the factors of a parameter, the inverse of `_place_factors`; rows outside of the piece are zero."""
+    """Inverse of `_place_factors`: returns the factors of a parameter, whose rows outside of the piece are zero."""
     shape = shapes[piece.parameter]
     height, width = piece.matrix_shape(shape)
     top, left = piece.at
@@ -174,7 +174,7 @@ def _project(matrix: Matrix, basis: Tensor) -> tuple[Matrix, float]:
 
 @dataclass(frozen=True)
 class BlockTask:
-    """A block to be solved: its position in the parameters, and the curvature of each vector."""
+    """A block to be merged: its parameters, and the curvature for each vector."""
 
     name: str
     join: Join
@@ -218,9 +218,9 @@ class BlockMerger:
     Args:
         inputs: The vectors.
         shapes: Shapes of their parameters, by name.
-        prior: Value in directions without curvature: the sum of the vectors, their mean, or zero.
+        prior: "sum", "mean" or "zero": the result in directions without curvature, in terms of the vectors.
         settings: Settings of the solver.
-        bundles: The bundles, whose blocks may cover further parameters that the vectors do not change.
+        bundles: The bundles. Their blocks may also cover parameters that the vectors do not contain.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class BlockMerger:
 
         Args:
             blocks: The blocks.
-            count: Number of the blocks.
+            count: Number of blocks.
             on_progress: Called with the number of blocks done and their total.
 
         Returns:
@@ -317,7 +317,7 @@ class BlockMerger:
         return gather({name: vector.read(name) for name in names}, join, self._all_shapes)
 
     def _mask(self, join: Join) -> Tensor | None:
-        """Returns which entries of a block belong to parameters of the vectors; None if all do."""
+        """Returns a mask of the entries of a block that belong to parameters of the vectors; None if all entries do."""
         present = {piece.parameter for piece in join.pieces if piece.parameter in self._shapes}
         if all(piece.parameter in present for piece in join.pieces):
             return None

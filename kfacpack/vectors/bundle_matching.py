@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MatchedBundle:
-    """A bundle and the vectors that it belongs to."""
+    """A bundle and the vectors to which it belongs."""
 
     input: MergeInput
     """The bundle."""
@@ -43,7 +43,7 @@ def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
         The bundles.
 
     Raises:
-        KfacpackError: If they are not a list of curvatures or paths, or are incompatible.
+        KfacpackError: If `bundles` is not a list of curvatures or paths, or the bundles are incompatible.
     """
     if isinstance(bundles, str | os.PathLike | Curvature):
         raise KfacpackError("expected a list of bundles, got a single one")
@@ -63,23 +63,23 @@ def require_tasks(vector: TaskVector, name: str) -> None:
         name: Name of the vector in messages.
 
     Raises:
-        TaskVectorError: If it does not.
+        TaskVectorError: If the vector does not record its task.
     """
     if not vector.tasks:
-        remedy = "Extract it again with its name: kfacpack extract --task TASK (task=…)"
+        remedy = "Extract it again with the name of its task: kfacpack extract --task TASK (task=…)"
         raise TaskVectorError(f"{name}: does not record its task, so no bundle can be assigned to it. {remedy}")
 
 
 def match_bundles(
     vectors: Sequence[TaskVector], inputs: Sequence[MergeInput], *, equal_weights: bool
 ) -> list[MatchedBundle]:
-    """Assigns each bundle to its vector.
+    """Assigns each bundle to the vectors that contain its tasks.
 
     Args:
         vectors: The vectors.
         inputs: The bundles.
-        equal_weights: Whether all tasks have the weight one, instead of weights by the size of their datasets that
-            average one.
+        equal_weights: Whether all tasks have the weight one, instead of weights in proportion to the sizes of their
+            datasets that average one.
 
     Returns:
         One entry per bundle, in the order of the bundles.
@@ -108,10 +108,15 @@ def match_bundles(
 
 
 def task_weights(inputs: Sequence[MergeInput], *, equal_weights: bool) -> list[float]:
-    """Returns the factor of each bundle's G: by the sizes of the datasets, averaging one over the tasks, or equal.
+    """Returns the factor of each bundle's G.
+
+    Args:
+        inputs: The bundles.
+        equal_weights: Whether all tasks have the weight one, instead of weights in proportion to the sizes of their
+            datasets that average one.
 
     Raises:
-        KfacpackError: If the sizes are needed, but a bundle does not record that of its dataset.
+        KfacpackError: If the sizes are needed, but a bundle does not record the size of its dataset.
     """
     if equal_weights:
         return relative_weights(inputs, [item.tasks for item in inputs])
@@ -128,11 +133,11 @@ def check_same_model(vector: TaskVector, item: MergeInput) -> None:
     """Checks that a bundle was estimated for the model and the f of a vector.
 
     Raises:
-        TaskVectorError: If it was not.
+        TaskVectorError: If the bundle was estimated for another model or f.
     """
     about, other = vector.about, item.curvature.about
     if difference := function_difference(about.function, other.function):
-        raise TaskVectorError(f"{item.name}: its f is not that of the vectors: {difference}")
+        raise TaskVectorError(f"{item.name}: was estimated for a different f than that of the vectors: {difference}")
     parameters = {parameter.name: parameter for parameter in other.base.parameters}
     common = [parameter for parameter in about.base.parameters if parameter.name in parameters]
     models = f"the bundle belongs to {other.base.name}, the vectors to {about.base.name}"
@@ -141,8 +146,8 @@ def check_same_model(vector: TaskVector, item: MergeInput) -> None:
         raise TaskVectorError(f"{item.name}: covers no parameter of the vectors, such as {first!r}; {models}")
     for parameter in common:
         if parameters[parameter.name] != parameter:
-            problem = f"has a different base model from the vectors: the parameter {parameter.name!r} differs"
-            remedy = "Estimate the bundle with the weights that the vectors were trained from"
+            problem = f"has a different base model than the vectors: the parameter {parameter.name!r} differs"
+            remedy = "Estimate the bundle with the weights from which the vectors were trained"
             raise TaskVectorError(f"{item.name}: {problem} ({models}). {remedy}")
 
 

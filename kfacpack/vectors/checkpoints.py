@@ -3,10 +3,10 @@
 Checkpoints are safetensors files, shards with an index, folders and Hub repositories. Only safetensors files are read,
 tensor by tensor; pickles are refused.
 
-Fine-tuning code wraps models: `bert.encoder…` for `encoder…`, `module.…` after distributed training, or a vision tower
-alone. A wrapper is one prefix that is removed from the checkpoint's names or added to them, and it is used only if no
-other prefix matches as many parameters. Names that match as they are keep their meaning if removing a prefix from them
-gives other names of the base model.
+Fine-tuning code often wraps a model, so that all names in a checkpoint have an additional prefix (`bert.encoder…` for
+`encoder…`, `module.…` after distributed training) or lack one (a vision tower alone). Therefore, one prefix may be
+removed from the checkpoint's names or added to them. It must match more parameters of the base model than any other
+prefix. If as many names match unchanged as after the removal of a prefix, they are left unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WEIGHTS = ("model.safetensors", "open_clip_model.safetensors", "diffusion_pytorch_model.safetensors")
 """Names of weights files in Hub repositories and folders, in order of preference."""
 INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS)
-"""Names of the index of sharded weights."""
+"""Names of the index files of sharded weights."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz")
 """Suffixes of weights in other formats."""
 CONVERT = "Convert it: load it with its own library and write its state dict with safetensors.torch.save_file"
@@ -59,7 +59,7 @@ class CheckpointTensors(ABC):
             name: Name of the tensor.
 
         Raises:
-            BundleError: If it cannot be read.
+            BundleError: If the tensor cannot be read.
         """
 
 
@@ -73,7 +73,7 @@ class StateDictTensors(CheckpointTensors):
     def __init__(self, state: Mapping[str, Any]):
         for key, value in state.items():
             if not isinstance(key, str) or not isinstance(value, Tensor):
-                problem = f"{printable(str(key))!r} is a {type(value).__name__}, expected tensors by name"
+                problem = f"{printable(str(key))!r} is a {type(value).__name__}, expected a dict of tensors by name"
                 raise BundleError("state dict", problem, None, "Pass the state dict of a module")
         self.name = "the state dict"
         self.specs = {
@@ -92,7 +92,7 @@ class FileTensors(CheckpointTensors):
 
     Args:
         name: Location of the checkpoint, for messages.
-        files: The files. Each tensor may be in one of them only.
+        files: The files. Each tensor may be in only one of them.
     """
 
     def __init__(self, name: str, files: list[FileLocation]):
@@ -123,7 +123,7 @@ class WeightsFolder(ABC):
     """A local folder or a folder of a Hub repository with the files of a checkpoint."""
 
     name: str
-    """Its location, for messages."""
+    """Location of the folder, for messages."""
 
     @abstractmethod
     def find(self, file: str) -> FileLocation | None:
@@ -174,7 +174,7 @@ class WeightsFolder(ABC):
         """Opens the weights: the shards of an index, or a single file.
 
         Raises:
-            BundleError: If there are no safetensors weights, several, or a shard is missing.
+            BundleError: If there are no safetensors weights, more than one candidate, or missing shards.
         """
         for index in INDEXES:
             if (content := self.json(index)) is not None:
@@ -201,7 +201,7 @@ class WeightsFolder(ABC):
     def _shards(self, index: str, content: Mapping[str, Any]) -> FileTensors:
         shards = content.get("weight_map")
         if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
-            raise BundleError(self.name, "expected file names by tensor", f"{index}: weight_map")
+            raise BundleError(self.name, "expected a file name for each tensor", f"{index}: weight_map")
         locations = []
         for file in dict.fromkeys(shards.values()):
             if Path(file).name != file or not file.endswith(".safetensors"):
@@ -270,7 +270,7 @@ class HubWeightsFolder(WeightsFolder):
         return reference
 
     def other_weights(self) -> list[str]:
-        """Returns the names of pickles in the repository, among the usual ones."""
+        """Returns the usual names of pickles that exist in the repository."""
         return [file for file in ("pytorch_model.bin", "adapter_model.bin") if self.find(file)]
 
 
@@ -314,7 +314,7 @@ def open_file(source: str | os.PathLike[str]) -> FileTensors:
 
 
 TOWERS = ("visual.", "vision_model.")
-"""Prefixes of vision towers, which are also published alone."""
+"""Prefixes of vision towers, which are also published separately."""
 _HEAD = re.compile(
     r"(?:.*\.)?(?:classifier|classification_head|pre_classifier|heads?|head_dist|fc|score|cls|qa_outputs|lm_head|"
     r"vocab_\w+|pooler)(?:\.\w+)*\.(?:weight|bias)"
@@ -343,15 +343,15 @@ class Prefix(NamedTuple):
 
 @dataclass(frozen=True)
 class NameMatch:
-    """The tensors of a checkpoint by the names of the base model."""
+    """The tensors of a checkpoint, matched to the names of the base model."""
 
     prefix: Prefix
     tensors: Mapping[str, str]
     """Names in the checkpoint by state-dict name of the base model."""
     unexpected: tuple[str, ...]
-    """Names in the checkpoint that the base model lacks, other than heads and constants."""
+    """Names in the checkpoint that do not exist in the base model, other than heads and constants."""
     heads: tuple[str, ...]
-    """Names of classification heads in the checkpoint that the base model lacks."""
+    """Names of classification heads in the checkpoint that do not exist in the base model."""
 
 
 def is_head(name: str) -> bool:
@@ -364,7 +364,7 @@ def is_head(name: str) -> bool:
 
 
 def is_constant(name: str) -> bool:
-    """Returns whether a name is that of a buffer that follows from the architecture, such as position_ids.
+    """Returns whether a name is that of a buffer whose values the architecture determines, such as position_ids.
 
     Args:
         name: Name of a tensor.
@@ -381,13 +381,13 @@ def match_names(
         source: Location of the checkpoint, for errors.
         names: Names in the checkpoint.
         base: State-dict names of the base model.
-        fits: Returns whether a tensor of the checkpoint has the shape of a tensor of the base model.
+        fits: Function that returns whether a tensor of the checkpoint has the shape of a tensor of the base model.
 
     Returns:
-        The match.
+        The matching names, and the names without a match.
 
     Raises:
-        TaskVectorError: If no name matches, or if it is ambiguous which prefix is meant.
+        TaskVectorError: If no name matches, or if the prefix is ambiguous.
     """
     renamed = {name: _current_name(name, base) for name in names}
     prefix = _best_prefix(source, renamed, base, fits)
@@ -406,7 +406,7 @@ def match_names(
 
 
 def _current_name(name: str, base: Collection[str]) -> str:
-    """Returns the present name of a parameter of a norm, which early versions of BERT called gamma and beta."""
+    """Returns the current name of a norm's weight or bias, which early versions of BERT called gamma and beta."""
     for old, new in _OLD_NORMS:
         if name.endswith(old) and not any(other.endswith(old) for other in base):
             return name.removesuffix(old) + new
@@ -434,7 +434,7 @@ def _best_prefix(
     best, *others = [prefix for prefix, matches in counts.items() if matches == count]
     unchanged = Prefix("", False)
     if others and unchanged in (best, *others) and not any(prefix.is_added for prefix in (best, *others)):
-        # Names of the base model itself, such as visual.transformer… beside transformer…, are not a wrapper's.
+        # The base model itself may have both names, such as visual.transformer… and transformer….
         return unchanged
     if others:
         problem = f"{count} names match the base model both {best} and {others[0]}"
@@ -457,7 +457,7 @@ def checkpoint_digest(path: Path, written: str) -> str:
         written: The path as the user wrote it, for error messages.
 
     Raises:
-        KfacpackError: If there is no safetensors file.
+        KfacpackError: If the path is not a safetensors file or a folder that contains one.
     """
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json"))

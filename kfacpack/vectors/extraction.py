@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 FineTuned = str | os.PathLike[str] | Mapping[str, Tensor] | nn.Module
 """A fine-tuned model: a safetensors file, a folder, an `hf://` address, a state dict or a module."""
 OnNote = Callable[[str], None]
-"""Called with each note for the user, one sentence."""
+"""Called with each note for the user, which is one sentence."""
 _FAR = 0.5
 
 
 @dataclass
 class _Changes:
-    """The changes collected so far, by parameter of the base model."""
+    """The changes collected so far, by name of the base model's parameter."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Factors] = field(default_factory=dict)
@@ -178,7 +178,7 @@ def _checkpoint_name(finetuned: str | os.PathLike[str], *, is_folder: bool) -> s
 
 
 def _recorded_name(name: str) -> str:
-    """Returns a name if a manifest may contain it; an unusual file name must not prevent extraction."""
+    """Returns a name, or "unnamed" if it is not valid in a manifest: unusual file names must not prevent extraction."""
     try:
         return TypeAdapter[str](Name).validate_python(name)
     except ValidationError:
@@ -234,7 +234,7 @@ def _checkpoint_changes(
 
 
 def _within_trained_tower(match: NameMatch, weights: BaseWeights, on_note: OnNote) -> NameMatch:
-    """Ignores the text tower if the base model was loaded from a vision tower alone and has a random one."""
+    """Leaves out the text tower if that of the base model is random, because only a vision tower was loaded."""
     model = weights.model
     if model.family != "open_clip" or model.encode_text is not None:
         return match
@@ -288,7 +288,11 @@ _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF
 
 
 def _may_be_missing(name: str, match: NameMatch, weights: BaseWeights) -> bool:
-    """Returns whether a parameter may be missing: outside of a published vision tower, or in a missing frozen part."""
+    """Returns whether a checkpoint may lack a parameter of the base model.
+
+    If the checkpoint is a vision tower, parameters outside of it may be missing. Otherwise, a part of the model may be
+    missing as a whole if it is frozen in training.
+    """
     for tower in TOWERS:
         if all(present.startswith(tower) for present in match.tensors):
             return not name.startswith(tower)
@@ -357,7 +361,7 @@ def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on
         if name not in layers:
             _add_difference(changes, source, name, base, tuned)
         elif not torch.equal(tuned.to(base.dtype), base):
-            raise TaskVectorError(f"{source}: the adapter replaces {name!r} and also has a LoRA for it")
+            raise TaskVectorError(f"{source}: the adapter replaces {name!r} and also has LoRA factors for it")
     on_progress(total, total)
     return changes
 
@@ -365,7 +369,7 @@ def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on
 def _match_adapter(
     adapter: Adapter, weights: BaseWeights, on_note: OnNote
 ) -> tuple[dict[str, tuple[AdapterLayer, nn.Module]], dict[str, str]]:
-    """Returns the layers and the replaced parameters of an adapter by the parameters of the base model."""
+    """Matches the layers and the replaced parameters of an adapter to parameters of the base model."""
     source, model = adapter.tensors.name, weights.model
     modules = dict(model.module.named_modules())
     by_weight = {f"{name}.weight": layer for name, layer in adapter.layers.items()}
@@ -388,7 +392,7 @@ def _match_adapter(
         else:
             (heads if is_head(name) else unexpected).append(name)
     if unexpected:
-        problem = f"changes {len(unexpected)} parameters that the base model lacks ({_first(unexpected)})"
+        problem = f"changes {len(unexpected)} parameters that the base model does not have ({_first(unexpected)})"
         raise TaskVectorError(f"{source}: is not an adapter of {weights.name}: it {problem}")
     if match.prefix.text:
         change = "added to" if match.prefix.is_added else "removed from"
@@ -406,11 +410,12 @@ def _match_adapter(
 def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], on_note: OnNote) -> None:
     """Reports unusual properties of the changes."""
     if frozen := [name for name in changed if name not in weights.default]:
-        on_note(f"{len(frozen)} parameters that training leaves frozen differ and are covered: {_first(frozen)}")
+        problem = f"{len(frozen)} parameters that are frozen in training differ from the base model"
+        on_note(f"{problem} and are included in the vector: {_first(frozen)}")
     if changes.rounded:
         dtype = str(weights.state[changes.rounded[0]].dtype).removeprefix("torch.")
         problem = f"{len(changes.rounded)} parameters of the checkpoint are rounded to the base model's {dtype}"
-        on_note(f"{problem}: {_first(changes.rounded)}. Load the base model in a wider dtype to keep them")
+        on_note(f"{problem}: {_first(changes.rounded)}. Load the base model in a wider dtype to avoid the rounding")
     if changes.base_square and changes.square > _FAR**2 * changes.base_square:
         ratio = (changes.square / changes.base_square) ** 0.5
         problem = f"the norm of the difference is {ratio:.0%} of that of the base model's weights"

@@ -4,8 +4,8 @@ Conventions: a parameter of shape (m, …) is a matrix of shape (m, n), a vector
 Factors U (m, r) and V (r, n) are float32 and stand for the change U V; r = 0 stands for exactly zero.
 
 A remainder makes θ0 + τ exact. τ is the difference θ − θ0 rounded to float32, and where |θ| is much smaller than |θ0|,
-adding it to θ0 does not return θ. For such entries a remainder holds the flat index in ascending order and the value
-ρ = (θ − θ0) − τ in float64, and (θ0 + τ) + ρ, evaluated in float64 and rounded once, is θ.
+adding it to θ0 does not return θ. For such entries, a remainder holds the flat indices in ascending order and the
+values ρ = (θ − θ0) − τ in float64; (θ0 + τ) + ρ, evaluated in float64 and rounded once, is θ.
 
 A sparse change has the values of some elements; the others are zero. In files, the elements are marked in a bitmap
 whose lowest bit of the first byte belongs to the first element.
@@ -81,7 +81,7 @@ def add_factors(terms: Sequence[tuple[float, Factors]], shape: Sequence[int]) ->
     """Sums factored changes by concatenation, with the coefficients folded into U.
 
     Args:
-        terms: Coefficients and factors.
+        terms: Pairs of a coefficient and the factors that it multiplies.
         shape: Shape of the parameter.
 
     Returns:
@@ -96,7 +96,7 @@ def concatenated(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     """Returns the factors of the sum of factored matrices.
 
     Args:
-        pairs: At least one pair of U and V. The result is on the device of the first.
+        pairs: At least one pair of U and V. The result is on the device of the first pair.
     """
     if len(pairs) == 1:
         return pairs[0]
@@ -117,11 +117,11 @@ def sparse_is_smaller(entries: int, size: int) -> bool:
 def separate_sparse(
     tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, SparseChange], dict[str, Factors]]:
-    """Separates changes by the form in which they are stored.
+    """Divides changes by the form in which they are stored: dense, sparse, or unchanged.
 
     Args:
         tensors: Dense changes by name.
-        masks: For some of them, a boolean tensor of the same shape that selects the elements that may change.
+        masks: For some of the changes, a boolean tensor of the same shape that selects the elements that may change.
 
     Returns:
         The changes that stay dense, because they have no mask or a sparse form would be larger; the sparse ones; and
@@ -134,7 +134,7 @@ def separate_sparse(
     for name, mask in masks.items():
         change = tensors.get(name)
         if change is None or mask.dtype != torch.bool or mask.shape != change.shape:
-            problem = "there is no dense change of this name" if change is None else f"{mask.dtype} of {[*mask.shape]}"
+            problem = "the parameter has no dense change" if change is None else f"{mask.dtype} of {[*mask.shape]}"
             raise TaskVectorError(f"mask of parameter {name!r}: {problem}; expected booleans of the parameter's shape")
         index = mask.flatten().nonzero().squeeze(1)
         if int(change.count_nonzero()) != int(change.flatten()[index].count_nonzero()):
@@ -162,10 +162,10 @@ def from_sparse(sparse: SparseChange, shape: Sequence[int]) -> Tensor:
 
 
 def add_sparse(terms: Sequence[tuple[float, SparseChange]]) -> SparseChange:
-    """Sums sparse changes in float64; the result has every element that one of them has.
+    """Sums sparse changes in float64; the result contains every element that any of them contains.
 
     Args:
-        terms: At least one coefficient and sparse change.
+        terms: At least one pair of a coefficient and a sparse change.
     """
     if len(terms) == 1 and terms[0][0] == 1:
         return terms[0][1]
@@ -223,7 +223,7 @@ def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None)
     Args:
         base: The parameter θ0.
         change: Its dense change τ.
-        remainder: The remainder of the change; entries with one are added in float64.
+        remainder: The remainder of the change, if any; the entries that it contains are added in float64.
 
     Returns:
         A new tensor.
@@ -245,7 +245,7 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
 
     Args:
         base: The parameter θ0, in float32 or a shorter float type.
-        tuned: The parameter θ of the same shape, in a type whose values the type of θ0 represents.
+        tuned: The parameter θ of the same shape, in a dtype whose values the dtype of θ0 can represent.
 
     Returns:
         τ = θ − θ0 in float32, and the remainder, which is None if every entry is exact without one.

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class ParameterChanges(Protocol):
-    """The changes of parameters in the form in which they are stored: a storage or a sum of storages."""
+    """Interface to the changes of parameters in their stored form, for a storage or a sum of storages."""
 
     def read(self, name: str) -> Tensor:
         """Returns a parameter's change in float32."""
@@ -100,9 +100,9 @@ class VectorStorage(ABC):
         return None if factors is None else factors[1].shape[0]
 
     def factors(self, name: str) -> Factors | None:
-        """Returns U (m, r) and V (r, n) in float32 with a parameter's change, reshaped to (shape[0], -1), equal to U V.
+        """Returns the factors U (m, r) and V (r, n) of a parameter's change, in float32.
 
-        They may share memory and must not be modified.
+        Their product is the change, reshaped to (shape[0], -1). They may share memory and must not be modified.
 
         Args:
             name: Name of the parameter.
@@ -124,7 +124,7 @@ class VectorStorage(ABC):
         return None
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the elements of a parameter's change that are stored, if it is sparse.
+        """Returns the stored elements of a parameter's change, if it is sparse.
 
         Args:
             name: Name of the parameter.
@@ -146,7 +146,7 @@ class VectorStorage(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole content of its file, or of the file it would be saved to."""
+        """SHA-256 of the whole content of its file, or of the file to which it would be saved."""
         return vector_digest(self.about, self, self.heads)
 
 
@@ -281,7 +281,7 @@ class FileVector(VectorStorage):
 
 
 class VectorFile(SealedFile):
-    """An open task vector file. The manifest is read at once, tensors are read and checked when they are accessed.
+    """An open task vector file. The manifest is read immediately; tensors are read and checked when they are accessed.
 
     Args:
         path: The file.
@@ -323,13 +323,14 @@ class VectorFile(SealedFile):
         return bool(self._indexed or self._bitmaps)
 
     def index_problem(self, name: str) -> str | None:
-        """Returns the problem with the indices of a remainder, or with the bitmap of a sparse change.
+        """Describes the first problem with the indices of a remainder, or with the bitmap of a sparse change.
 
         Args:
-            name: Name of a tensor. Tensors other than indices and bitmaps have no such problem.
+            name: Name of a tensor. For tensors other than indices and bitmaps, the result is None.
 
         Returns:
-            None if indices ascend and lie inside the parameter, and a bitmap has one set bit for each value.
+            The problem, or None if the indices are in ascending order and inside the parameter, and the bitmap has one
+            set bit for each value.
         """
         if name in self._bitmaps:
             entries, size = self._bitmaps[name]
@@ -446,7 +447,7 @@ def _manifest(about: AboutVector, changes: ParameterChanges) -> VectorManifest:
 
 
 def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
-    """Opens a file with the change of each parameter that a curvature covers.
+    """Opens a file that contains the changes of all parameters that a curvature covers.
 
     Args:
         path: A task vector, or any safetensors file with tensors under the parameters' names. Additional tensors
@@ -484,7 +485,7 @@ def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> C
 
 
 def _read_task_vector(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
-    """Opens a task vector and checks that it has the curvature's base model."""
+    """Opens a task vector and checks that it belongs to the curvature's base model."""
     vector = FileVector(path)
     parameters = {parameter.name: parameter for parameter in vector.about.base.parameters}
     for parameter in curvature.about.base.parameters:

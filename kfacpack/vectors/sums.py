@@ -68,7 +68,7 @@ class SummedChanges:
         return torch.zeros(shape) if total is None else total.float()
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a parameter's factors; None if it has none."""
+        """Returns the rank of a parameter's factors; None if its change is not factored."""
         shape, terms = self.shapes[name], self._terms_of(name)
         if len(terms) == 1:
             return terms[0][1].rank(name)
@@ -80,7 +80,7 @@ class SummedChanges:
         return total if factors_are_smaller(total, shape) else None
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the concatenated factors of a parameter's change; None if a term has none or they are too large."""
+        """Returns the concatenated factors of a parameter's change; None if a term is dense or they are too large."""
         if self.rank(name) is None:
             return None
         terms = []
@@ -114,12 +114,13 @@ class SummedChanges:
 def check_addable(first: VectorStorage, second: VectorStorage) -> None:
     """Checks that two task vectors can be added.
 
-    Vectors that are added to the weights may cover different parameters of the same model: a parameter that one of them
-    lacks does not change in it. The covered parameters that they share identify the model; if there are others, its
-    family, name and revision must be equal as well. Vectors of the linearised model must cover the same parameters.
+    Vectors that are added to the weights may cover different parameters of the same model; a vector does not change the
+    parameters that it does not cover. The parameters that both cover identify the model. If there are others, the
+    family, name and revision of the model must be equal as well. Vectors of the linearised model must cover the same
+    parameters.
 
     Raises:
-        TaskVectorError: If their regime, f or base model differs, or their heads for a common task.
+        TaskVectorError: If their regime, f or base model differs, or if their heads for a common task differ.
     """
     one, other = first.about, second.about
     names = " and ".join(repr(", ".join(task.name for task in about.tasks)) for about in (one, other))
@@ -188,10 +189,10 @@ def _insert_missing(parameters: Mapping[str, Parameter], others: Iterable[Parame
 
 
 def require_finite(coefficient: float) -> float:
-    """Returns a coefficient if float32 can represent it; a product of coefficients may overflow.
+    """Returns a coefficient after checking that it is in the range of float32, which a product may exceed.
 
     Raises:
-        TaskVectorError: If it cannot.
+        TaskVectorError: If the coefficient is too large or NaN.
     """
     if not abs(coefficient) <= _MAX_FLOAT32:
         limit = f"more than the float32 maximum of {_MAX_FLOAT32:.2g}"

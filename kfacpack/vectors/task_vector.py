@@ -68,7 +68,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     __array_ufunc__: ClassVar[None] = None
     """Makes numpy scalars defer multiplication to the vector instead of converting it to an array."""
     _multiple: tuple[float, TaskVector] | None = None
-    """The factor and the original vector, for the result of a multiplication."""
+    """Factor and original vector, if this vector is the result of a multiplication."""
 
     def __init__(
         self,
@@ -124,12 +124,12 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
         Args:
             base: The base model from `kp.load_model`, or its name.
-            finetuned: A checkpoint of the same architecture or a PEFT adapter: a safetensors file, a folder (with
-                shards and an index, of transformers, or with `adapter_config.json`), `hf://owner/repo[@revision]`, a
+            finetuned: A checkpoint of the same architecture or a PEFT adapter: a safetensors file, a folder (saved by
+                transformers, with shards and an index, or with `adapter_config.json`), `hf://owner/repo[@revision]`, a
                 state dict or a module.
-            task: Name of the task, which bundles and evaluations refer to.
-            on_note: Called with each difference that the user should know: prefixes, heads that are left out,
-                parameters that are missing, dtypes, and frozen parameters that differ.
+            task: Name of the task, by which bundles and evaluations refer to it.
+            on_note: Called with a note on each difference that the user should know about: prefixes, heads that are
+                left out, missing parameters, dtypes, and frozen parameters that differ.
             on_progress: Called with the number of parameters compared and their total.
 
         Returns:
@@ -212,7 +212,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole content of its file, or of the file it would be saved to."""
+        """SHA-256 of the whole content of its file, or of the file to which it would be saved."""
         if len(self._terms) == 1 and self._terms[0][0] == 1:
             return self._terms[0][1].digest
         return vector_digest(self.about, self._changes, self.heads)
@@ -297,10 +297,10 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return SummedChanges(self._terms, joint_base(storage.about.base for _, storage in self._terms))
 
     def covering(self, base: Base) -> TaskVector:
-        """Returns the same vector with more parameters, which do not change.
+        """Returns the same vector extended to all parameters of `base`; the additional changes are zero.
 
         Args:
-            base: The base model of a sum that this vector is a term of.
+            base: The base model of a sum in which this vector is a term.
         """
         vector = TaskVector._from_terms(self._terms)
         vector._multiple = self._multiple
@@ -357,7 +357,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return self._multiple or (1.0, self)
 
     def check(self, model: nn.Module | Mapping[str, Tensor], function: Function | None = None) -> None:
-        """Checks that a model is the one that the vector was trained from.
+        """Checks that a model is the one from which the vector was trained.
 
         Args:
             model: The model or its state dict.
@@ -416,7 +416,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
             The model.
 
         Raises:
-            TaskVectorError: If the model is not the one that the vector was trained from.
+            TaskVectorError: If the model is not the one from which the vector was trained.
         """
         self.check(model, function)
         state = model.state_dict()
@@ -468,7 +468,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], factors: Mapping[str, Factors]
     for name in [*shapes, *tensors, *factors]:
         if (name not in tensors and name not in factors) or name not in shapes:
             where = "the tensors" if name in shapes else "the base model's parameters"
-            raise TaskVectorError(f"parameter {name!r} is missing in {where}")
+            raise TaskVectorError(f"parameter {name!r} is missing from {where}")
         if name in factors:
             if name in tensors:
                 raise TaskVectorError(f"parameter {name!r} has both a dense change and factors, expected one of them")

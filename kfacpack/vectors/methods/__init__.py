@@ -1,4 +1,4 @@
-"""Methods to merge task vectors, one file each."""
+"""Merge methods for task vectors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ METHODS: dict[str, type[MergeMethod]] = {
 
 
 def with_method_list(docstring: str) -> str:
-    """Replaces the line `{methods}` of a docstring by a list of all methods and their settings.
+    """Replaces the line `{methods}` of a docstring with a list of all methods and their settings.
 
     Args:
-        docstring: The docstring.
+        docstring: A docstring that contains the line.
     """
     lines = []
     for name, method in METHODS.items():

@@ -16,9 +16,9 @@ which `merging/solve.py` computes. The methods differ in G_t:
 The prior W_0 determines the result in directions without curvature: there, `sum` is task arithmetic. All
 methods are linear in α.
 
-For `curvature`, ε has a second part, κ v / ‖τ‖², with the mean ‖τ‖² of the vectors and the scale v of f. It compares
-the drift with a drift κ v that hardly affects predictions. Where vectors change f much, it is small beside the
-curvature. Where they change f little, there is little interference to remove, and the result is closer to the prior.
+For `curvature`, ε has a second part, κ v / ‖τ‖², with the mean ‖τ‖² of the vectors and the scale v of f; κ v is a drift
+that hardly affects predictions. If the vectors change f a lot, this part is small compared with the curvature. If they
+change f little, there is little interference to remove, and the result is closer to the prior.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ if TYPE_CHECKING:
 
 
 DAMPING = 0.1
-"""Default of the methods without a setting for small drift."""
+"""Default damping of `refine` and of all methods here except `curvature`."""
 DAMPING_HELP = "ε, the weight of the prior, relative to the mean eigenvalue of the summed curvature."
 PRIORS = ("sum", "mean", "zero")
 PRIOR_HELP = "Result in directions without curvature: the sum of the vectors, their mean, or zero."
 CURVATURE_DAMPING, NEGLIGIBLE_DRIFT = 0.02, 0.004
-"""Chosen on validation examples of six tasks of `tiny`, with seeds that no published result uses (docs/results)."""
+"""Defaults of `curvature`, chosen on validation examples of six tasks of `tiny`, with seeds that no published result
+uses (docs/results)."""
 NEGLIGIBLE_DRIFT_HELP = (
     "κ, a drift of f, relative to its scale, that hardly affects predictions. Adds κ/‖τ‖² to ε, so that vectors that "
     "change f little are merged closer to the prior."
 )
 WEIGHTS = ("equal", "size")
-WEIGHTS_HELP = "Weights of the tasks: equal, or by the sizes of their datasets, averaging one."
+WEIGHTS_HELP = "Weights of the tasks: equal, or in proportion to the sizes of their datasets, with a mean of one."
 TOLERANCE = 1e-2
-"""On six tasks of `tiny`, smaller residuals lower the objective by less than 0.2 % of its decrease (docs/results)."""
+"""Default tolerance. On six tasks of `tiny`, a smaller one lowers the objective by less than another 0.2 % of its total
+decrease (docs/results)."""
 TOLERANCE_HELP = "Relative residual at which the iteration stops."
 ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 
@@ -63,13 +65,13 @@ ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 class BlockMethod(MergeMethod):
     """Base class of the methods that solve for one block after the other."""
 
-    scale = "1 is the minimum of the objective; α multiplies the result"
+    scale = "α multiplies the result; α = 1 gives the minimum of the objective"
 
     damping: float = setting(DAMPING, DAMPING_HELP, interval="(0, ∞)")
     prior: str = setting("sum", PRIOR_HELP, choices=PRIORS)
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Not used: parameters are merged in blocks, by `solve`."""
+        """Raises an error, because parameters are merged in blocks, by `solve`."""
         raise KfacpackError(f"{self.name}: merges blocks of parameters, not the single parameter {name!r}")
 
     def solve(
@@ -106,7 +108,7 @@ class CurvatureMethod(BlockMethod):
     """The minimum of the summed drift in the metric of the bundles."""
 
     name = "curvature"
-    help = "The vector whose outputs drift least from those of each vector on its own task, by the bundles."
+    help = "Minimises the drift from the outputs of each vector on its own task, as predicted by the bundles."
     needs_bundles = True
 
     damping: float = setting(CURVATURE_DAMPING, DAMPING_HELP, interval="(0, ∞)")
@@ -139,7 +141,7 @@ class RegMeanMethod(BlockMethod):
     """RegMean: the curvature of the inputs alone, I ⊗ A."""
 
     name = "regmean"
-    help = "Like curvature, with the inputs' factors A alone (RegMean)."
+    help = "Like curvature, but uses only the factors A of the inputs (RegMean)."
     needs_bundles = True
 
     task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
@@ -168,7 +170,7 @@ class FisherMethod(BlockMethod):
     """Fisher merging: the diagonal of the curvature."""
 
     name = "fisher"
-    help = "Like curvature, with the diagonals of the curvatures alone (Fisher merging)."
+    help = "Like curvature, but uses only the diagonals of the curvatures (Fisher merging)."
     needs_bundles = True
 
     task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
@@ -193,7 +195,7 @@ class ActMatMethod(BlockMethod):
     """ACTMat: W_tᵀ W_t of the vectors in place of A, without bundles."""
 
     name = "actmat"
-    help = "Like regmean, with WᵀW of each vector's matrices W in place of A; needs no bundles (ACTMat)."
+    help = "Like regmean, but uses WᵀW of each vector's matrices W in place of A; needs no bundles (ACTMat)."
 
     def _tasks(
         self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], shapes: ParameterShapes
@@ -217,13 +219,13 @@ class ActMatMethod(BlockMethod):
 class RefineMethod(MergeMethod):
     """The settings of `kp.refine`, which reduces the effect of one vector on other tasks.
 
-    The result solves (G_own + λ Σ_others w G + ε) τ' = G_own τ + ε τ: the prior is τ, the curvature
-    of its own task pulls the result to τ, and that of the others to zero.
+    The result solves (G_own + λ Σ_others w G + ε) τ' = G_own τ + ε τ. The prior and the curvature of the vector's own
+    task draw the result towards τ; the curvature of the other tasks draws it towards zero.
     """
 
     name = "refine"
     help = "Reduces the effect of a vector on other tasks."
-    scale = "1 is the minimum of the objective; α multiplies the result"
+    scale = "α multiplies the result; α = 1 gives the minimum of the objective"
     needs_bundles = True
 
     strength: float = setting(1.0, "Factor λ of the other tasks' curvature.", interval="[0, ∞)")
@@ -233,7 +235,7 @@ class RefineMethod(MergeMethod):
     iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Not used: parameters are refined in blocks, by `solve`."""
+        """Raises an error, because parameters are refined in blocks, by `solve`."""
         raise KfacpackError(f"{self.name}: refines blocks of parameters, not the single parameter {name!r}")
 
     def solve(
@@ -242,7 +244,7 @@ class RefineMethod(MergeMethod):
         """Refines all parameters, one block at a time.
 
         Args:
-            inputs: The vector, and the same vector with α = 0, the target for the other tasks.
+            inputs: The vector, and the same vector with α = 0, which is the target for the other tasks.
             bundles: The bundles of the vector, for index 0, and those of the other tasks, for index 1.
             on_progress: Called with the number of blocks done and their total.
         """

@@ -7,8 +7,8 @@ diag(s) Vᵀ. Nothing is averaged: tasks whose singular vectors are orthogonal t
 single vector is not changed.
 
 The paper multiplies the result by α and finds that 1 works without validation data. As in the authors' code, parameters
-with two dimensions are matrices. All others (biases, norms, tokens, convolution kernels) are averaged there, as they
-are with `mean`; otherwise they are summed.
+with two dimensions are matrices. All others (biases, norms, tokens, convolution kernels) are summed here; the authors'
+code averages them, as does the setting `mean`.
 
 Isotropic merging (Marczak et al., 2025): Iso-C sums the matrices and replaces all singular values of the sum by their
 mean, which preserves the nuclear norm.
@@ -18,8 +18,8 @@ each task's matrix the part in the span U of the common left vectors is removed,
 singular vectors of the rest are added, equally many for each task, so that there are r in total. All are made
 orthogonal to each other, as in TSV-M, and get the mean of their singular values. For a single vector this is Iso-C.
 
-The paper multiplies the result by α, chosen on validation data. Its code averages the parameters that are not matrices,
-as does `mean`; otherwise they are summed.
+The paper multiplies the result by α, chosen on validation data. Parameters that are not matrices are summed here; the
+authors' code averages them, as does the setting `mean`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 MEAN_HELP = "Average the parameters that are not matrices instead of summing them, as in the authors' code."
 ROUNDING = 2.0**-23
-"""Singular values below this share of the largest are rounding errors of zero in float32.
+"""Singular values below this share of the largest one are zero up to rounding in float32.
 
-Their vectors are arbitrary; a method that gave them weight would add noise.
+Their vectors are arbitrary, so using them would add noise.
 """
 
 
@@ -50,7 +50,7 @@ class SingularVectors(NamedTuple):
     Vh: Tensor
 
     def first(self, k: int) -> SingularVectors:
-        """Returns a copy of the k largest, so that the memory of the others can be freed."""
+        """Returns a copy of the k largest singular values and their vectors, so that the others can be freed."""
         return SingularVectors(self.U[:, :k].clone(), self.s[:k].clone(), self.Vh[:k].clone())
 
 
@@ -59,8 +59,8 @@ def decompose(matrix: Tensor, largest: Tensor | None = None) -> SingularVectors:
 
     Args:
         matrix: A matrix of shape (m, n).
-        largest: The value that singular values are compared with to decide whether they are zero; by default the
-            largest of them.
+        largest: Reference value; singular values that are negligible relative to it count as zero. Defaults to the
+            largest singular value.
 
     Returns:
         The singular values and vectors.
@@ -75,8 +75,8 @@ def decompose(matrix: Tensor, largest: Tensor | None = None) -> SingularVectors:
 def orthogonalize(columns: Tensor) -> Tensor:
     """Returns the nearest matrix with orthonormal columns (Procrustes): P Qᵀ of the decomposition P D Qᵀ.
 
-    For linearly dependent columns the nearest matrix is not unique; the part that all of them have in common is
-    returned, in which such columns share a direction.
+    If the columns are linearly dependent, the nearest matrix is not unique. P Qᵀ is then truncated to the numerical
+    rank, so that dependent columns share a direction.
 
     Args:
         columns: A matrix of shape (m, k).
@@ -146,7 +146,7 @@ class IsoCtsMethod(MergeMethod):
     """Iso-CTS: a flat spectrum over common and task-specific directions."""
 
     name = "iso-cts"
-    help = "Like iso, with some of the directions from single tasks (Iso-CTS)."
+    help = "Like iso, but takes some of the directions from single tasks (Iso-CTS)."
     scale = SCALE
 
     common: float = setting(
@@ -167,7 +167,7 @@ class IsoCtsMethod(MergeMethod):
 
 
 def _flatten_spectrum(vectors: SingularVectors, total: Tensor) -> Tensor:
-    """Returns U mean(s) Vh, or `total` if it is zero and so has no singular vectors."""
+    """Returns U mean(s) Vh, or `total` if it is zero and therefore has no singular vectors."""
     U, s, Vh = vectors
     return s.mean() * (U @ Vh) if len(s) else total
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
     MergedParameter = Callable[[str], Tensor]
-    """Returns the merged change of the parameter of a given name."""
+    """Returns the merged change of the parameter with a given name."""
 
 
 class MethodInput(NamedTuple):
@@ -85,12 +85,12 @@ class DeclaredSetting(NamedTuple):
     help: str
     """One sentence for the command line and the documentation."""
     interval: str
-    """Valid numbers, such as "(0, 1]"; empty for other types."""
+    """Interval of valid numbers, such as "(0, 1]"; empty for other types."""
     choices: tuple[str, ...]
     """Valid strings; empty for other types."""
 
     def problem(self, value: Any) -> str | None:
-        """Returns what was expected instead of an invalid value, or None for a valid one."""
+        """Returns a description of the expected values, or None if the value is valid."""
         if isinstance(self.default, bool):
             return None if isinstance(value, bool) else "true or false"
         if self.choices:
@@ -113,7 +113,7 @@ def setting(default: Any, help: str, *, interval: str = "", choices: Sequence[st
     Args:
         default: Default value, which also defines the type: bool, int, float or str.
         help: One sentence for the command line and the documentation.
-        interval: Valid numbers, such as "(0, 1]" or "[1, ∞)"; required for numbers.
+        interval: Interval of valid numbers, such as "(0, 1]" or "[1, ∞)"; required for numbers.
         choices: Valid strings; required for strings.
     """
     return field(default=default, metadata={"help": help, "interval": interval, "choices": tuple(choices)})
@@ -125,9 +125,9 @@ class MergeMethod(ABC):
 
     name: ClassVar[str]
     help: ClassVar[str]
-    """What the method does, in one line."""
+    """Description of the method in one line."""
     scale: ClassVar[str]
-    """The meaning of α, and the constant that the publication uses for it."""
+    """Meaning of α, and the value that the publication uses."""
     is_sum: ClassVar[bool] = False
     """Whether the method is the plain sum."""
     needs_bundles: ClassVar[bool] = False
@@ -186,7 +186,7 @@ class MergeMethod(ABC):
 
         Args:
             inputs: The task vectors.
-            bundles: The bundles and the vectors they belong to; empty unless the method needs bundles.
+            bundles: The bundles and the vectors to which they belong; empty unless the method needs bundles.
             on_progress: Called with the number of blocks done and their total.
 
         Returns:
@@ -196,7 +196,7 @@ class MergeMethod(ABC):
 
 
 def weighted_sum(inputs: Sequence[MethodInput], name: str, *, mean: bool = False) -> Tensor:
-    """Sums one parameter over the vectors, holding two tensors at a time.
+    """Sums one parameter over the vectors, with at most two tensors in memory.
 
     Args:
         inputs: T task vectors.
@@ -217,7 +217,7 @@ class SumMethod(MergeMethod):
     """Task arithmetic: Σ α τ."""
 
     name = "sum"
-    help = "Σ α τ, the same as adding the vectors."
+    help = "Adds the vectors: Σ α τ."
     scale = "α is the paper's scaling coefficient λ, which is chosen on validation data"
     is_sum = True
 

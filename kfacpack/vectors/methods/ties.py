@@ -11,8 +11,8 @@ and α is its λ.
 
 DARE (Yu et al., 2024) drops entries of each vector at random and rescales the others. Each entry is dropped with
 probability `drop` and the others are divided by 1 − drop, so that the expectation is τ; then the vectors are summed.
-Which entries are dropped depends only on the seed, the vector's digest and the parameter's name, not on the other
-vectors or their order.
+The choice of the dropped entries depends only on the seed, the digest of the vector and the name of the parameter, not
+on the other vectors or their order.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class TiesMethod(MergeMethod):
 
 
 def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
-    """Finds the smallest magnitude that is kept, exactly and over all parameters, reading one at a time.
+    """Finds the smallest magnitude that is kept, exactly and over all parameters, reading one parameter at a time.
 
     Magnitudes in float32 have the same order as their bits read as integers. One pass counts the upper half of the
     bits; a second pass counts the lower half of the magnitudes that share the upper half of the threshold.
@@ -120,7 +120,7 @@ def _count_halves(tensors: Mapping[str, Tensor], upper: int | None = None) -> Te
 
 
 def _nth_largest(counts: Tensor, n: int) -> tuple[int, int]:
-    """Returns the bin of the n-th largest value, from 1, and its rank among the values of that bin."""
+    """Returns the bin of the n-th largest value, where n counts from 1, and its rank among the values of that bin."""
     import torch
 
     from_above = counts.flip(0).cumsum(0)
@@ -134,7 +134,7 @@ class DareMethod(MergeMethod):
     """Sum of vectors with randomly dropped entries."""
 
     name = "dare"
-    help = "Drops entries at random, rescales the others and sums."
+    help = "Drops entries at random, rescales the others and sums the vectors."
     scale = (
         "α is the scaling coefficient of task arithmetic, with which the paper merges the dropped and rescaled vectors"
     )
