@@ -238,18 +238,19 @@ class Scheduler:
         """Handles the death of a worker: its stage is tried again."""
         work = f"{worker.stage.kind}/{worker.stage.name}" if worker.stage else f"startup of {worker.where}"
         attempts = self._attempts[work] = self._attempts.get(work, 0) + 1
-        if attempts == self.pool.attempts:
+        if self._stopping:
+            if worker.stage is not None:
+                self._release(worker, Interrupted())
+        elif attempts == self.pool.attempts:
             remedy = "If memory was exhausted, use fewer processes (--jobs); repeat the command to continue"
             problem = f"{work}: {worker.where} {reason}, as in {attempts - 1} earlier attempt(s); log: {worker.log}"
             self._fail(worker, reason, KfacpackError(f"{problem}. {remedy}"))
-        elif not self._stopping:
+        else:
             if worker.stage is not None:
                 stage = self._release(worker, Interrupted())
                 self._waiting[stage.key] = stage
                 self.record.event("retried", stage, worker.location(), error=reason, log=str(worker.log))
             self.pool.replace(worker)
-        elif worker.stage is not None:
-            self._release(worker, Interrupted())
 
     def _release(self, worker: StageWorker, problem: BaseException | None = None) -> Stage:
         """Marks a worker as idle, and closes the display of its stage.

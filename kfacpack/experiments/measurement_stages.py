@@ -109,8 +109,7 @@ class SweepStage(MeasurementStage):
 
     def cost(self) -> float:
         """Returns the cost: a linearised pass counts as three ordinary passes; other regimes need a pass for each α."""
-        linear = self.context.plan.regime_of(self.vector.arm) == "linear"
-        return (3.0 if linear else len(self.alphas)) * count_examples(self, self.task, self.split)
+        return _passes(self, self.vector.arm, self.alphas) * count_examples(self, self.task, self.split)
 
     def scores(self) -> list[Score]:
         """Reads the scores, one for every α."""
@@ -186,7 +185,13 @@ class NegationStage(MeasurementStage):
     def cost(self) -> float:
         """Returns the cost of evaluating both tasks on both splits."""
         tasks = (self.vector.task, self.control)
-        return 3.0 * sum(count_examples(self, task, split) for task in tasks for split in ("validation", "test"))
+        examples = sum(count_examples(self, task, split) for task in tasks for split in ("validation", "test"))
+        return _passes(self, self.vector.arm, self.alphas) * examples
+
+
+def _passes(stage: MeasurementStage, arm: str, alphas: Sequence[float]) -> float:
+    """Returns the cost per example of all α, in ordinary forward passes."""
+    return 3.0 if stage.context.plan.regime_of(arm) == "linear" else len(alphas)
 
 
 def require_no_class_measurement(evaluation: EvaluationSection) -> None:

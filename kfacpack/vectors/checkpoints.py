@@ -387,7 +387,7 @@ def match_names(
         The matching names, and the names without a match.
 
     Raises:
-        TaskVectorError: If no name matches, or if the prefix is ambiguous.
+        TaskVectorError: If no name matches, if the prefix is ambiguous, or if two names match the same parameter.
     """
     renamed = {name: _current_name(name, base) for name in names}
     prefix = _best_prefix(source, renamed, base, fits)
@@ -397,6 +397,9 @@ def match_names(
         target = prefix.apply(current)
         if target in base:
             assert target is not None
+            if target in tensors:
+                problem = f"both {printable(tensors[target])} and {printable(name)} are tensors of {target!r}"
+                raise TaskVectorError(f"{source}: {problem}; expected one of them")
             tensors[target] = name
         elif is_head(name):
             heads.append(name)

@@ -164,6 +164,16 @@ def test_two_copies_of_the_weights_are_ambiguous(pair):
         extracted(model, state)
 
 
+def test_two_names_of_one_parameter_are_ambiguous(bert_folder):
+    """Early checkpoints of BERT have `gamma` in place of `weight`; a checkpoint with both is not read at random."""
+    model = load(f"hf:{bert_folder}")
+    state = dict(model.module.state_dict())
+    name = next(name for name in state if name.endswith("LayerNorm.weight"))
+    old = f"{name.removesuffix('weight')}gamma"
+    with refused(kp.TaskVectorError, old, name):
+        extracted(model, {**state, old: state[name] + 1})
+
+
 def test_other_architectures_are_refused(tiny_clip, bert_folder, t5_folder):
     bert, t5, clip = load(f"hf:{bert_folder}"), load(f"t5:{t5_folder}"), load(tiny_clip)
     for model, other in ((bert, t5), (t5, clip), (clip, bert)):
