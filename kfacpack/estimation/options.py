@@ -75,7 +75,7 @@ class Probes:
         """
         if self.fisher == "mc" and self.kind == "orthogonal" and self.samples > width and self.output_layer is None:
             problem = f"expected at most {width} orthogonal probes for an output of width {width}, got {self.samples}"
-            raise KfacpackError(f"{problem}. {width} probes are exact: use fisher 'exact'")
+            raise KfacpackError(f"{problem}. To cover all directions, use fisher 'exact'")
 
     def passes(self, width: int, rows: int = 1) -> int:
         """Returns the number of backward passes for a batch whose examples have at most `rows` rows."""
@@ -90,7 +90,7 @@ class Probes:
         """Yields the probes of the rows, (P, C), one tensor per pass.
 
         Args:
-            numbers: Numbers of the P rows.
+            numbers: Indices of the P rows and of their examples.
             f: The rows, (P, C).
         """
         width = f.shape[1]
@@ -124,7 +124,7 @@ class Probes:
 
 
 ROWS_AT_ONCE = 256
-"""Number of rows whose distributions over the vocabulary are in memory at the same time."""
+"""Maximum number of rows of f whose distributions over the vocabulary are in memory at the same time."""
 
 
 def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterator[Tensor]:
@@ -199,7 +199,7 @@ class EstimateOptions:
             raise KfacpackError(f"metric {self.metric!r}: expected 'l2' or 'kl'")
         if self.metric == "kl" and self.probe != "orthogonal":
             problem = "with the metric 'kl', probes are drawn from the output distribution"
-            raise KfacpackError(f"probe {self.probe!r}: {problem}; leave the option out")
+            raise KfacpackError(f"probe {self.probe!r}: {problem}; omit the option")
 
     @property
     def probes(self) -> Probes:

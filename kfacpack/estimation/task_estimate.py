@@ -112,7 +112,7 @@ def estimate_task(
         The curvature. Its manifest describes the model, the task and the options.
 
     Raises:
-        KfacpackError: If the model, the task or the options do not fit together.
+        KfacpackError: If the model, the task and the options are not compatible.
         Interrupted: If `stopped` returned True.
 
     Example:
@@ -137,7 +137,7 @@ def estimate_task(
 
 @dataclass
 class TaskEstimate:
-    """An estimate that is ready to run or to be forecast."""
+    """An estimate that can be run or forecast."""
 
     model: Model
     task: Task
@@ -318,7 +318,7 @@ class TaskEstimate:
             )
 
     def _prepared(self, own_batches: Sequence[Sequence[int]]) -> Generator[Batch, None, None]:
-        """Yields the prepared batches of these examples."""
+        """Yields the prepared batches with these example indices."""
         return batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own_batches])
 
     def _batch(self, indices: Iterable[int], device: torch.device | None = None) -> ModelInput:

@@ -77,7 +77,7 @@ class ExampleLayout:
 
 
 def layout_of_doubled(g: Tensor, noise: float = 0.0) -> ExampleLayout | None:
-    """Returns the layout of the gradient of one example passed twice, the second copy with a doubled seed.
+    """Returns the layout of the gradient of one example passed twice, with a doubled seed for the second copy.
 
     Args:
         g: The gradient.
@@ -134,7 +134,7 @@ def _candidates(shape: tuple[int, ...], examples: int) -> Iterator[ExampleLayout
 
 
 def drops_rows(device: torch.device) -> bool:
-    """Returns whether rows that are padding or zero are dropped on a device.
+    """Returns whether padded and zero rows are dropped on a device.
 
     The number of remaining rows depends on their values, so dropping rows would synchronise with a GPU for every
     block. There, padded rows are set to zero instead, and products include all rows.
@@ -149,14 +149,14 @@ def kept_rows(mask: Tensor | None, layout: ExampleLayout, gradients: Tensor, exa
     such as those of a decoder, may have the same number of positions by coincidence.
 
     Args:
-        mask: (N, R), False at padded positions; None for no mask.
+        mask: (N, R), False at padded positions; None if there is no mask.
         layout: Layout of the examples in the rows.
         gradients: Gradient of f at the rows, (P, out).
         examples: N.
 
     Returns:
-        (P,); None if all rows are kept. Where rows are not dropped (see `drops_rows`), a mask that does not
-        apply is returned as all True, which avoids a synchronisation.
+        A mask of the rows, (P,); None if all rows are kept. On devices where rows are not dropped (see `drops_rows`),
+        it is all True if the mask does not apply, because None would require a synchronisation.
     """
     if mask is None or layout.order == "whole" or len(gradients) != mask.numel() or len(mask) != examples:
         return None
@@ -211,7 +211,7 @@ class ModelTrace:
     precision: float = 0.0
     """Relative rounding error of the parameters; that of f is taken into account as well."""
     zero_gradients: int = 0
-    """Number of operations where this example has no gradient, so that another example may be more informative."""
+    """Number of operations at which the gradient of this example is zero. Another example may be more informative."""
     input_gradient: Tensor | None = None
     """Gradient at the inputs of a segment, in a trace of a part of a model; None in other traces."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
@@ -319,7 +319,7 @@ def trace_output(
     nodes = graph.first_operations(parameter for parameter in parameters.values() if graph.uses(parameter))
     if not nodes and inputs is None:
         names = ", ".join(list(parameters)[:3])
-        problem = f"f does not depend on any of the chosen parameters ({names}, …)"
+        problem = f"f does not depend on any of the selected parameters ({names}, …)"
         raise KfacpackError(f"{problem}. Choose others, or make sure that f is not computed under torch.no_grad")
     leaf = None if inputs is None else graph.leaf(inputs)
     visited = nodes if leaf is None else {*nodes, leaf}

@@ -8,8 +8,9 @@ Notation: K is the number of classes, C the width of f, N the number of examples
     from prototypes   w_k = scale · normalised (m_k - c),  b_k = -w_k·c
 
 where m_k is the mean of f over the class's training examples, and c the mean of all m_k. For texts, `scale` is the
-model's own. Prototypes are further apart than texts, and too large a scale makes the first training steps too large;
-their scale minimises the cross-entropy of those examples, up to the model's own. Heads are computed at the pretrained
+model's own. Prototypes are further apart than text embeddings, and with too large a scale, the first training steps are
+too large. The scale of prototypes is therefore the one, up to the model's own, that minimises the cross-entropy of the
+classes' training examples. Heads are computed at the pretrained
 weights and do not change during training.
 """
 
@@ -79,7 +80,7 @@ class Head:
         return True
 
     def of_classes(self, classes: range) -> Head:
-        """Returns the head for consecutive classes only. Its tensors are views.
+        """Returns a head for some consecutive classes, whose tensors are views of those of this head.
 
         Args:
             classes: Indices of the classes.
@@ -127,7 +128,7 @@ class AnswerHead(Head):
     """Index of the answer that names each class."""
 
     def logits(self, f: Tensor) -> Tensor:
-        """Returns the log-likelihoods, (N, K), of rows (N * tokens of all answers, C)."""
+        """Returns the log-likelihoods of the classes, (N, K), for f of shape (N * tokens of all answers, C)."""
         tokens = torch.tensor([token for answer in self.answers for token in answer], device=f.device)
         rows = super().logits(f).log_softmax(1).unflatten(0, (-1, len(tokens)))
         chosen = rows.gather(2, tokens.expand(len(rows), -1)[..., None])[..., 0]
@@ -135,7 +136,7 @@ class AnswerHead(Head):
         return scores[:, list(self.answer_of)]
 
     def of_classes(self, classes: range) -> Head:
-        """Returns the head for consecutive classes only."""
+        """Returns a head for some consecutive classes."""
         rows = slice(classes.start, classes.stop)
         return replace(self, classes=self.classes[rows], answer_of=self.answer_of[rows])
 
@@ -150,7 +151,7 @@ class CompletionHead(Head):
     """Predicts the tokens of completions. `weight` is the output layer, (vocabulary, C); there are no classes."""
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns two sums over the examples: mean cross-entropy of the tokens, and fraction of correct predictions."""
+        """Returns two sums over the examples: of the mean cross-entropy, and of the fraction of correct tokens."""
         counts = torch.tensor(rows_per_example(batch), device=f.device)
         weights = (1 / counts.to(f.dtype)).repeat_interleave(counts)
         logits, targets = self.logits(f), answer_targets(batch).to(f.device)
@@ -186,8 +187,8 @@ def head_for(
         model: Pretrained model.
         task: Task with class names.
         kind: `"text"`, `"words"`, `"prototypes"` or `"auto"`. `"auto"` uses texts if the model has a text tower and
-            the task has templates; otherwise words if f predicts words and the class names start with different
-            ones; otherwise prototypes.
+            the task has templates; otherwise words if f predicts words and the class names start with different tokens;
+            otherwise prototypes.
         batch_size: Examples per batch, for prototypes.
         on_progress: Called with the number of training examples done and their total, for prototypes.
 
@@ -254,7 +255,7 @@ def _require_text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], T
 
 
 def text_head(model: Model, task: Task) -> Head:
-    """Builds CLIP's zero-shot classifier. Underscores in class names are read as spaces.
+    """Builds CLIP's zero-shot classifier. Underscores in class names are replaced by spaces.
 
     Raises:
         KfacpackError: If the model has no text tower, or the task has no classes or templates.
@@ -274,8 +275,8 @@ def word_head(model: Model, task: Task) -> Head:
         task: The task.
 
     Raises:
-        KfacpackError: If the model does not predict words, or does not distinguish two classes: by all of their tokens
-            if the task has a template with answers of several tokens, otherwise by the first.
+        KfacpackError: If the model does not predict words, or the names of two classes have the same first token. For a
+            template with answers of several tokens, all tokens are compared.
     """
     if answers := _answers(model, task):
         return _answer_head(model, task, answers)
@@ -391,7 +392,7 @@ def prototype_head(
     for chosen, f in outputs(model, split, task.name, sorted(class_of), batch_size):
         if len(f) != len(chosen):
             problem = f"f of {model.name} has several rows per example of {printable(task.name)}"
-            raise KfacpackError(f"{problem}; prototypes need one. Use --head words (kind='words')")
+            raise KfacpackError(f"{problem}; prototypes need a single row. Use --head words (kind='words')")
         label_list += [class_of[number] for number in chosen]
         parts.append(f.cpu().double())
         on_progress(len(label_list), len(class_of))
@@ -448,7 +449,9 @@ def require_matching_classes(head: Head, task: Task) -> None:
         KfacpackError: If the classes or their order differ.
     """
     if head.classes != task.classes:
-        raise KfacpackError(f"the head's classes are not those of {printable(task.name)}; build a head for this task")
+        raise KfacpackError(
+            f"the head's classes differ from those of {printable(task.name)}; build a head for this task"
+        )
 
 
 def _examples_by_class(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:

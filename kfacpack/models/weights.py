@@ -1,4 +1,4 @@
-"""Weights in safetensors files, from the user or the Hub, and checkpoints that a model's own library loads.
+"""Weights in safetensors files, from the user or the Hub, and checkpoints that a model's own library can load.
 
 Pickles are neither loaded nor downloaded.
 """
@@ -118,7 +118,7 @@ def weights_error(
 
 
 class UnloadedWeights(ABC):
-    """The weights of a module that was built on the meta device: those of its layers are loaded when they are used.
+    """The weights of a module that was built on the meta device. The weights of a layer are loaded when it is used.
 
     Args:
         module: The module. Weights outside of its main list of layers are loaded immediately.
@@ -145,7 +145,7 @@ class UnloadedWeights(ABC):
         self._load(names for names in self._tied if not names[0].startswith(f"{self.layers}."))
 
     def load(self, prefix: str) -> None:
-        """Gives values to the parameters whose names begin with a prefix.
+        """Loads the parameters whose names begin with a prefix.
 
         Raises:
             KfacpackError: If the weights cannot be read.
@@ -168,7 +168,7 @@ class UnloadedWeights(ABC):
 
 
 class PlaceholderWeights(UnloadedWeights):
-    """Arbitrary values, for forecasts, which depend on shapes only. Large matrices outside of layers take no memory."""
+    """Arbitrary values for forecasts, which depend only on shapes. Large matrices outside of layers take no memory."""
 
     def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -218,7 +218,7 @@ class SafetensorsWeights(UnloadedWeights):
         if not names[0].startswith(self._unused):
             where = self._files[0] if len(self._files) == 1 else self._files[0].parent
             problem = f"{where}: does not contain the weights of this model: {names[0]!r} is missing"
-            raise KfacpackError(f"{problem}. If the names are those of an older version, load it without --stream")
+            raise KfacpackError(f"{problem}. If the file has the names of an older version, estimate without --stream")
         self.missing.update(names)
         return None
 
@@ -227,8 +227,8 @@ class SafetensorsWeights(UnloadedWeights):
             return None
         tensor = map_tensor(self._containers[stored], stored)
         if tuple(tensor.shape) != shape:
-            found = f"tensor {stored!r} has shape {list(tensor.shape)}, expected {list(shape)}"
-            raise KfacpackError(f"{self._containers[stored].path}: {found}")
+            problem = f"tensor {stored!r} has shape {list(tensor.shape)}, expected {list(shape)}"
+            raise KfacpackError(f"{self._containers[stored].path}: {problem}")
         values = tensor.to(self._device, self._dtype)
         # Layers stay mapped while they are used; the other weights are copied, because they are used until the end.
         is_mapped = values.data_ptr() == tensor.data_ptr()
@@ -236,7 +236,7 @@ class SafetensorsWeights(UnloadedWeights):
 
 
 class Checkpoint(ABC):
-    """Saves the current weights of a module in a form that its own library loads."""
+    """Saves the current weights of a module in a format that its own library can load."""
 
     def __init__(self, load_command: Callable[[Path], str]):
         self.load_command = load_command
@@ -244,10 +244,10 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def check(self, path: Path) -> None:
-        """Checks a path before a long computation.
+        """Checks, before a long computation, that a checkpoint can be saved to a path.
 
         Raises:
-            KfacpackError: If a checkpoint cannot be saved there.
+            KfacpackError: If the path cannot be used.
         """
 
     @abstractmethod
