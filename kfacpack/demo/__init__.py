@@ -29,7 +29,7 @@ class EmbeddedModel:
     pretrained: Mapping[str, Any]
     """Image normalisation, which is not part of a model config, with the keys of open_clip's pretrained registry."""
     parent: Path = DATA_FOLDER
-    """Folder that contains the model's folder."""
+    """Parent of the model's folder."""
 
     @property
     def config(self) -> Path:

@@ -32,7 +32,7 @@ Field = NDArray[np.float32]
 
 
 def grid_points(count: int, size: int = SIZE) -> tuple[Field, Field]:
-    """Returns the x and y of every pixel centre of `count` images."""
+    """Returns the x and y coordinates of the pixel centres of `count` images."""
     axis = (np.arange(size, dtype=np.float32) + np.float32(0.5)) * np.float32(2 / size) - np.float32(1)
     shape = (count, size, size)
     return np.broadcast_to(axis[None, None, :], shape), np.broadcast_to(axis[None, :, None], shape)
@@ -104,7 +104,7 @@ def sample_field(images: Field, x: Field, y: Field) -> Field:
 
 
 def stamp_glyph(stamps: Field, x: Field, y: Field) -> Field:
-    """Returns the coverage at given coordinates of glyph images, (N, S, S), that span -1 to 1."""
+    """Samples glyph images, (N, S, S), at given coordinates and returns the coverage. The images span -1 to 1."""
     inside = (np.abs(x) < 1) & (np.abs(y) < 1)
     return np.asarray(np.where(inside, sample_field(stamps, x, y), np.float32(0)), dtype=np.float32)
 

@@ -162,7 +162,7 @@ def write_cache(file: Path | None, splits: ImageSplits) -> None:
 
 
 PRETRAINED_MODEL = "tiny"
-"""Model that is pretrained for the embedded tasks."""
+"""Name of the model that is pretrained for the embedded tasks."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class EmbeddedTask:
     sizes: Mapping[str, int]
     """Number of examples by split."""
     source: str
-    """Origin of the data, as manifests record it."""
+    """Origin of the data, as recorded in manifests."""
     license: str | None
     """License of the data."""
     make: Callable[[], ImageSplits]

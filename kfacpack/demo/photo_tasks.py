@@ -134,7 +134,7 @@ PATCH_SIZE = 28
 MATERIALS_SIZES = {"train": 1260, "validation": 180, "test": 540}
 
 Box = tuple[int, int, int, int]
-"""left, top, right, bottom in pixels; right and bottom are exclusive."""
+"""Left, top, right and bottom edges in pixels; the right and bottom edges are exclusive."""
 
 
 class Surface(NamedTuple):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockForecast:
-    """Form and size of one block, before it is computed."""
+    """Forecast of the form and size of one block."""
 
     name: str
     parameters: tuple[str, ...]
@@ -50,7 +50,7 @@ class BlockForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Blocks, size and cost of an estimate, before it is computed."""
+    """Forecast of the blocks, size and cost of an estimate."""
 
     blocks: tuple[BlockForecast, ...]
     frozen: tuple[str, ...]

@@ -222,7 +222,7 @@ class PlannedBlock:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters, each once."""
+        """Names of the parameters, without duplicates."""
         return tuple(dict.fromkeys(piece.parameter for piece in self.join.pieces))
 
     @property

@@ -39,10 +39,10 @@ class CollectorSettings:
     reduce: bool = False
     """Whether to use KFAC-reduce, which combines positions before products are computed rather than after."""
     blocks: int | None = None
-    """Number of diagonal blocks to compute of each Kronecker factor; None for a number that depends on its side."""
+    """Number of diagonal blocks that are computed per Kronecker factor; None to choose it by the side of the factor."""
 
     def blocks_of(self, side: int) -> int:
-        """Returns the number of diagonal blocks to compute of a Kronecker factor with this side."""
+        """Returns the number of diagonal blocks that are computed for a Kronecker factor with this side."""
         return self.blocks or (WIDE_BLOCKS if side > WIDE_SIDE else 1)
 
 
@@ -117,10 +117,10 @@ class Collector(ABC):
 
     @abstractmethod
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
-        """Returns the structure of the block, from the finished matrix of every role."""
+        """Returns the structure of the block, given the finished matrix of every role."""
 
     def block(self, matrices: Mapping[str, Matrix]) -> CurvatureBlock:
-        """Returns the finished block, from the finished matrix of every role."""
+        """Returns the finished block, given the finished matrix of every role."""
         return CurvatureBlock(self.planned.name, self.planned.kind, self.planned.join, self.structure(matrices))
 
 

@@ -1,4 +1,4 @@
-"""Runs in several processes: process groups, ranks, devices, sums over processes, numbers of jobs and threads."""
+"""Helpers for several processes: process groups, ranks, devices, sums over processes, numbers of jobs and threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kfacpack._torch import copy_each
 from kfacpack.errors import KfacpackError, ProcessLostError, first_line
 
 THREADS = ((50_000_000, 1), (500_000_000, 4), (math.inf, 16))
-"""Upper limits of the number of parameters, and threads per stage on a CPU: small models gain little from more."""
+"""Pairs of an upper limit for the number of parameters, and the number of threads per stage on a CPU."""
 BUCKET_BYTES = 2**25
 """Maximum size of the tensors that are communicated together; a larger tensor is communicated alone, without a copy."""
 _LIBRARY_BYTES = 1_000_000_000

@@ -27,7 +27,7 @@ columns of each tile are first copied to contiguous memory, because products of 
 
 
 class RunningSum(ABC):
-    """A sum over rows that becomes a matrix."""
+    """A running sum over rows, which becomes a matrix when it is finished."""
 
     side: int
     """Number of rows and columns of the matrix."""
@@ -206,7 +206,7 @@ class GramSum(RunningSum):
 
 
 class DiagonalSum(RunningSum):
-    """A sum that is a diagonal matrix, or only the diagonal of one.
+    """A running sum that is a diagonal matrix, or the diagonal of a matrix.
 
     Args:
         side: Number of elements of the diagonal.

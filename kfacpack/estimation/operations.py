@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class MatrixOperation(ABC):
-    """An operation whose output rows are its input rows times one matrix: a block with Kronecker structure."""
+    """An operation that multiplies its input rows by one matrix, which gives a block with Kronecker structure."""
 
     kind: str
     """Name of the operation in bundles."""
@@ -73,7 +73,7 @@ class MatrixOperation(ABC):
 
 
 class VectorOperation(ABC):
-    """An operation whose per-example gradients at the operand are cheap to compute: a dense or diagonal block."""
+    """An operation whose per-example gradients at the operand are computed, which gives a dense or diagonal block."""
 
     kind: str
     """Name of the operation in bundles."""

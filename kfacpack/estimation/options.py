@@ -208,7 +208,7 @@ class EstimateOptions:
 
     @cached_property
     def chain(self) -> CodecChain:
-        """Codecs that the result is compressed with."""
+        """Codecs with which the result is compressed."""
         return CodecChain() if self.compress is None else CodecChain.parse(self.compress)
 
     @property
@@ -222,7 +222,7 @@ class EstimateOptions:
         return EXPAND if self.sharing == "expand" else REDUCE
 
     def settings(self, dtype: torch.dtype, device: torch.device) -> CollectorSettings:
-        """Returns the form of the sums for a model with this dtype and device."""
+        """Returns the settings of the sums for a model with this dtype and device."""
         return CollectorSettings(
             dtype=torch.promote_types(torch.float32, dtype),
             device=torch.device("cpu") if self.offload else device,

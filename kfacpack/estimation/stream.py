@@ -67,7 +67,7 @@ class SegmentPlans:
     reference: Tensor
     """f of the first example, (C,)."""
     zero_gradients: list[int]
-    """Number of operations without a gradient, by segment."""
+    """Number of operations at which the gradient is zero, by segment."""
     bases: list[Base | None]
     """Names and digests of the covered parameters, by segment; None for a segment without blocks."""
 
@@ -101,7 +101,7 @@ class _Progress:
         self.shapes = torch.zeros(self.batches, 2, dtype=torch.int64)
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields all tensors by name."""
+        """Returns all tensors, with their names."""
         return [("shapes", self.shapes), ("scale", self.scale)]
 
 
@@ -246,7 +246,7 @@ class LayerStream:
     def accumulator(
         self, plan: BlockPlan, parameters: Mapping[str, Tensor], reference: tuple[int, Tensor] | None = None
     ) -> CurvatureAccumulator:
-        """Returns an accumulator without examples for a segment."""
+        """Returns an empty accumulator for a segment."""
         dtype = next(iter(self.selected.values())).dtype
         settings = self.options.settings(dtype, self.device)
         probes = probes_of(self.model, self.options)
@@ -321,7 +321,7 @@ class StreamedEstimate:
         return steps
 
     def _advance(self, batch: int) -> None:
-        """Reports the progress after a batch, and stops if requested."""
+        """Reports the progress after a batch, and raises `Interrupted` if a stop was requested."""
         self._units += len(self.numbers[batch])
         self.on_progress(self._units * self._total // self._all_units, self._total)
         if self.stopped():
@@ -376,7 +376,7 @@ class StreamedEstimate:
         self._write(accumulator, count + 1)
 
     def _gradients(self, index: int, batch: int, inputs: Tensor) -> InputGradients | None:
-        """Returns a store of the gradients at the inputs of a layer, if an earlier segment needs them."""
+        """Returns a receiver that stores the gradients at the inputs of a layer; None if no earlier segment needs them."""
         if index <= self.plans.first_needed and not (index == 0 and self.plans.stem.blocks):
             return None
         return InputGradients(

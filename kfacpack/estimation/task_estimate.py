@@ -318,7 +318,7 @@ class TaskEstimate:
             )
 
     def _prepared(self, own_batches: Sequence[Sequence[int]]) -> Generator[Batch, None, None]:
-        """Yields the prepared batches with these example indices."""
+        """Yields the prepared batches of the examples with these indices."""
         return batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own_batches])
 
     def _batch(self, indices: Iterable[int], device: torch.device | None = None) -> ModelInput:
@@ -327,7 +327,7 @@ class TaskEstimate:
         return batch
 
     def _request(self, planned: Sequence[PlannedBlock], weights: str) -> dict[str, Any]:
-        """Returns the settings that must be unchanged to resume from a saved state.
+        """Returns the settings that must not change between a saved state and a resumed run.
 
         Args:
             planned: The blocks.

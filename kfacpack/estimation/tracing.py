@@ -173,7 +173,7 @@ def by_example(rows: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
         KfacpackError: If the layout has one position per example, and these rows have more.
     """
     if layout.order == "whole" and len(rows) != examples:
-        problem = f"an operation had one position in the first batch, but now has {len(rows) // examples}"
+        problem = f"an operation had one position per example in the first batch, but now has {len(rows) // examples}"
         raise KfacpackError(f"{problem}; start with a batch that has as many positions as the others")
     split = layout.by_example(rows, examples)
     return split[:, None] if layout.order == "whole" else split

@@ -146,7 +146,9 @@ class Linearized:
         self._traces = self._fast and self._traceable and (trace is not False)
         self._programs = ProgramCache()
         if missing:
-            problem = f"torch {torch.__version__} has no {', '.join(missing)}, needed by the fast path of kp.linearize"
+            problem = (
+                f"torch {torch.__version__} has no {', '.join(missing)}, which kp.linearize needs for its fast path"
+            )
             remedy = "torch.func.jvp is used instead, which gives the same results but needs more time and memory"
             warnings.warn(f"{problem}; {remedy}", SlowLinearizationWarning, stacklevel=3)
 

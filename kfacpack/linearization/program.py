@@ -62,7 +62,7 @@ class Operation(NamedTuple):
     results: tuple[int, ...]
     """Numbers of its new values."""
     target: str
-    """The assignment of its results, such as `v4 = `."""
+    """Left-hand side of the assignment of its results, such as `v4 = `."""
 
 
 _PATCH_LOCK = threading.RLock()
@@ -185,7 +185,7 @@ class Recorder(DispatchMode):
         self.seed = self._add_input(u)
 
     def _new_number(self, tensor: Tensor, sources: Iterable[int] = ()) -> int:
-        """Numbers a new value. Its root is the first value with the same memory."""
+        """Assigns a number to a new value. Its root is the first value with the same memory."""
         number = len(self._roots)
         self._numbers[tensor] = number
         pointer = memory_address(tensor)
@@ -222,7 +222,7 @@ class Recorder(DispatchMode):
         """Adds the conditions under which an operation can be replayed although it depends on values.
 
         Returns:
-            Whether it can be.
+            Whether the operation can be replayed.
         """
         if func is aten.index.Tensor:
             masks = [index for index in args[1] if index is not None and index.dtype not in (torch.int64, torch.int32)]

@@ -132,7 +132,7 @@ def _agree(replayed: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def signature(keeps_graph: bool, names: Iterable[str], batch: Any, device: torch.device) -> Any:
-    """Returns a key that calls with the same program share; None if a part of the batch is not hashable.
+    """Returns a key that is equal for calls with the same program; None if a part of the batch is not hashable.
 
     Args:
         keeps_graph: Whether a gradient can be computed.
@@ -184,7 +184,7 @@ class ProgramEntry:
         self.program: Program | None = None
         """The program, once it is recorded."""
         self.verified = False
-        """Whether the program has agreed with the model on a batch."""
+        """Whether the results of the program have been compared with those of the model, and agree."""
         self.refusal: str | None = None
         """Reason why calls with this signature stay untraced; None if there is none."""
 
@@ -236,7 +236,7 @@ class ProgramEntry:
 
 
 class ProgramCache:
-    """Least-recently-used cache of programs by signature."""
+    """LRU cache of programs, by signature."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Any, ProgramEntry] = OrderedDict()

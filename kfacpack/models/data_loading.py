@@ -26,7 +26,7 @@ from kfacpack.models.model import Batch, Model
 from kfacpack.tasks.task import Example, Split, batched
 
 SplitSource: TypeAlias = tuple[Split, str]
-"""A split and its task's name."""
+"""A split and the name of its task."""
 BatchIndices: TypeAlias = tuple[int, Sequence[int]]
 """Index of a source, and the indices of its examples that form a batch."""
 
@@ -54,7 +54,7 @@ def use_workers(count: int | None) -> None:
 
 
 def requested_workers() -> int | None:
-    """Returns the number of worker processes that `use_workers` has set."""
+    """Returns the number of worker processes set by `use_workers`."""
     return _requested_workers
 
 
@@ -131,7 +131,7 @@ def step_batches(
 
 
 class _BatchDataset(Dataset[Any]):
-    """Maps `BatchIndices` to prepared batches."""
+    """Dataset that maps `BatchIndices` to prepared batches."""
 
     def __init__(self, prepare: Callable[[Sequence[Example], str], Batch], sources: Sequence[SplitSource]):
         self._prepare, self._sources = prepare, sources
@@ -180,7 +180,7 @@ def image_batches(transform: Callable[[Any], Tensor], model: str) -> Callable[[S
 
     Args:
         transform: Turns a `PIL.Image` into a tensor of shape (3, height, width).
-        model: Name of the model, for errors.
+        model: Name of the model, for error messages.
     """
 
     def prepare(examples: Sequence[Example], task: str) -> Tensor:
@@ -234,7 +234,7 @@ def prepared_batches(
 
 @contextmanager
 def name_task_in_errors(split: Split, task: str, chosen: Sequence[int]) -> Iterator[None]:
-    """Adds the task, the split and the examples to the error for an f that contains NaN or Inf."""
+    """Context manager that names the task, the split and the examples in the error if f contains NaN or Inf."""
     try:
         yield
     except NotFiniteError as error:

@@ -195,7 +195,7 @@ class DeferredValues:
 
 
 ANSWERS = "answers"
-"""Key of the mask, (N, R), of the positions whose outputs are rows of f, in batches with several rows per example."""
+"""Key of the mask, (N, R), that marks the positions whose outputs are rows of f, if examples have several rows."""
 
 
 def padding_mask(batch: ModelInput) -> Tensor | None:

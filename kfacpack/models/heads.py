@@ -142,7 +142,7 @@ class AnswerHead(Head):
 
     @property
     def is_stored(self) -> bool:
-        """False: the weight is the whole output layer of the model."""
+        """False, because the weight is the whole output layer of the model."""
         return False
 
 
@@ -165,7 +165,7 @@ class CompletionHead(Head):
 
     @property
     def is_stored(self) -> bool:
-        """False: the weight is the whole output layer of the model."""
+        """False, because the weight is the whole output layer of the model."""
         return False
 
 
@@ -352,7 +352,7 @@ def _label_words(model: Model, task: Task) -> Sequence[str]:
 
 
 def _first_identical_rows(weight: Tensor) -> tuple[int, int] | None:
-    """Returns the first two rows of (K, C) that are equal."""
+    """Returns the indices of the first two rows of (K, C) that are equal; None if all rows differ."""
     for second in range(len(weight)):
         equal = (weight[:second] == weight[second]).all(1).nonzero()
         if len(equal):

@@ -262,7 +262,7 @@ class LayerList:
         raise AssertionError
 
     def _require_own_parameters(self) -> None:
-        """Checks that every parameter of a layer belongs to that layer alone."""
+        """Checks that no layer shares a parameter with another part of the model."""
         owners: dict[int, tuple[str, str]] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             own = next((p for p in map(self.prefix, range(len(self))) if name.startswith(p)), "")
@@ -310,7 +310,7 @@ def to_meta(module: nn.Module) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Context manager in which new modules have parameters on the meta device, without memory, and ordinary buffers."""
+    """Context manager in which the parameters of new modules are on the meta device. Buffers are not affected."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -109,7 +109,7 @@ class Model:
     """A model of another library, in eval mode, with the library's own parameter names."""
 
     family: str
-    """Name of the family, as manifests record it."""
+    """Name of the family, as recorded in manifests."""
     name: str
     """Name without the family's prefix; for a folder, the folder's own name."""
     revision: str | None
@@ -131,7 +131,7 @@ class Model:
     encode_text: Callable[[Sequence[str]], Tensor] | None = None
     """Maps N texts to normalised embeddings, (N, C), without gradients; None if there is no trained text tower."""
     word_weights: Callable[[Sequence[str]], Tensor] | None = None
-    """Maps K words to their rows of the output layer, (K, C), for the next word; None if f does not predict words."""
+    """Maps K words to the rows of the output layer that predict them, (K, C); None if f does not predict words."""
     label_words: Callable[[Sequence[str], str], Sequence[str]] | None = None
     """Maps K class names and a task name to K words for `word_weights`; None if `word_weights` is None."""
     answer_tokens: Callable[[str], Sequence[Sequence[int]] | None] | None = None
@@ -171,7 +171,7 @@ def unwrap_model(model: nn.Module | Model) -> tuple[nn.Module, Callable[..., Ten
 
 
 Loading = Literal["memory", "layers", "shapes"]
-"""Whether to load all weights, to load those of a layer when it is used, or to use arbitrary values for forecasts."""
+"""How weights are loaded: all at once, those of a layer when it is used, or only shapes, with arbitrary values."""
 
 
 class ModelRequest(NamedTuple):

@@ -61,7 +61,7 @@ def download_weights(repository: str, filename: str, model: str) -> Path:
     Args:
         repository: Hub repository, optionally with `@revision`.
         filename: File that the library's registry lists, possibly a pickle.
-        model: Name of the model, for errors.
+        model: Name of the model, for error messages.
 
     Returns:
         The path of the file in the Hub cache.
@@ -80,7 +80,7 @@ def download_weights(repository: str, filename: str, model: str) -> Path:
 
 
 def mismatched_tensors(path: Path, expected: Mapping[str, Tensor], resized: tuple[str, ...] = ()) -> str | None:
-    """Describes the first tensor that is missing in a file or has a different shape; None if all match.
+    """Describes the first tensor that is missing from a file or has a different shape; None if all match.
 
     Args:
         path: Safetensors file.
@@ -164,7 +164,7 @@ class UnloadedWeights(ABC):
 
     @abstractmethod
     def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor | None:
-        """Returns the values of a parameter with these names; None if f does not use it and it is missing."""
+        """Returns the values of a parameter with these names; None if it is missing and f does not use it."""
 
 
 class PlaceholderWeights(UnloadedWeights):
@@ -240,7 +240,7 @@ class Checkpoint(ABC):
 
     def __init__(self, load_command: Callable[[Path], str]):
         self.load_command = load_command
-        """Returns, for a path, the line of Python that loads a checkpoint saved there."""
+        """Function that returns the line of Python that loads a checkpoint from a given path."""
 
     @abstractmethod
     def check(self, path: Path) -> None:
@@ -260,7 +260,7 @@ class Checkpoint(ABC):
 
 
 class CheckpointFile(Checkpoint):
-    """A safetensors file with the module's state dict, as open_clip and timm load it."""
+    """A safetensors file with the module's state dict, which open_clip and timm can load."""
 
     def __init__(self, module: nn.Module, load_command: Callable[[Path], str], prefix: str = ""):
         """Creates the checkpoint of a module.
@@ -289,7 +289,7 @@ class CheckpointFile(Checkpoint):
 
 
 class CheckpointFolder(Checkpoint):
-    """A folder with config, tokenizer and weights, as transformers loads it."""
+    """A folder with config, tokenizer and weights, in the layout of transformers."""
 
     def __init__(self, fill: Callable[[Path], None], load_command: Callable[[Path], str]):
         """Creates the checkpoint of a model.

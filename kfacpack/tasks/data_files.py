@@ -1,7 +1,7 @@
 """Reads data files: files of installed packages, parquet and JSON Lines files, and images in one folder per class.
 
-The layout of a folder or repository is recognised from the names of its files alone. Paths are relative, have slashes
-and are at most three levels deep.
+The layout of a folder or repository is recognised from the names of its files alone. Paths are relative, contain
+slashes and are at most three levels deep.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 """Folder names that denote splits rather than configs or classes."""
 SHARD = re.compile(r"(.+?)(-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{16})?)?\.(parquet|jsonl)")
-"""File names of data, such as train-00000-of-00002.parquet; older ones have a hash after the numbers."""
+"""Names of data files, such as train-00000-of-00002.parquet; older names have a hash after the numbers."""
 NUMBERED = re.compile(r"\d+\.parquet")
-"""File names of the Hub's own conversion to parquet, CONFIG/SPLIT/0000.parquet."""
+"""File names in the Hub's own parquet copies, which are stored as CONFIG/SPLIT/0000.parquet."""
 
 Splits = dict[str, list[str]]
 """Paths of files by split."""
@@ -145,7 +145,7 @@ def parquet_files(paths: Iterable[str], config: str | None, location: str, *, ex
     Args:
         paths: Paths relative to `location`.
         config: Config to find; None if there is only one.
-        location: Folder or repository, for errors.
+        location: Folder or repository, for error messages.
         exact: Whether the user requested the config explicitly. Files without a config are then not used instead.
 
     Returns:
@@ -198,7 +198,7 @@ def image_files(paths: Iterable[str], location: str) -> Splits:
 
     Args:
         paths: Paths relative to `location`.
-        location: Folder, for errors.
+        location: Folder, for error messages.
 
     Returns:
         Files by split; empty if there are no such images.
@@ -296,7 +296,7 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, location:
         files: Files to read.
         split: Name of the split.
         features: Column types, if the files do not contain them.
-        location: Folder or repository, for errors.
+        location: Folder or repository, for error messages.
 
     Returns:
         A `datasets.Dataset`.

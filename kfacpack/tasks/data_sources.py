@@ -373,7 +373,7 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
 
     Args:
         features: `datasets.Features` of the data.
-        location: File or folder, for errors.
+        location: File or folder, for error messages.
         requested: Columns requested by name.
 
     Returns:

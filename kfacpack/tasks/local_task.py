@@ -78,7 +78,7 @@ class LocalSplit:
             columns: Input and label columns.
             source: Origin of the data, as recorded in manifests.
             rows: Rows of the data that belong to the split.
-            stored: Name of the split in the files, for errors.
+            stored: Name of the split in the files, for error messages.
             files: Image file of each row, if the rows are image files.
         """
         self.source = source
@@ -223,7 +223,7 @@ class LocalTask:
 
     @cached_property
     def _values(self) -> tuple[Any, ...]:
-        """Classes of a label column without class names: the different values in `train`."""
+        """Classes of a label column without class names: the distinct values in `train`."""
         values = {value for value in self._read_labels(self._first_split) if not _is_unlabelled(value)}
         if not values:
             raise KfacpackError(

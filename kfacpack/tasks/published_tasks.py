@@ -19,7 +19,7 @@ from kfacpack.tasks.data_sources import RequestedColumns
 from kfacpack.tasks.task import validation_indices
 
 ClassNamesFn = Callable[[Sequence[str]], tuple[str, ...]]
-"""Maps the class names that a dataset stores to words for prompts."""
+"""Function that maps stored class names to words for prompts."""
 
 
 def plain_names(stored: Sequence[str]) -> tuple[str, ...]:
@@ -48,12 +48,12 @@ def _alphanumeric(name: str) -> str:
 
 
 IMAGE_COLUMNS = {"image": ("image", "img")}
-"""Columns of a dataset of images."""
+"""Possible names of the image column."""
 VALIDATION = ("validation", "valid", "val", "dev")
-"""Names of a validation split."""
+"""Possible names of a validation split."""
 DEFAULT_SPLITS = {"train": ("train",), "validation": VALIDATION, "test": ("test",)}
 HIDDEN_TEST_SPLITS = {"train": ("train",), "test": ("validation", "test")}
-"""Splits of datasets whose test labels are not public: `validation` is the test split, and `train` is divided."""
+"""Splits of datasets whose test labels are not public: `validation` is used as the test split."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PublishedTask:
     repository: str
     """Repository on the Hub, `owner/repository`."""
     license: str | None
-    """License stated by the owners of the data; None if there is no statement."""
+    """License stated by the owners of the data; None if none is stated."""
     classes: int
     """Number of classes."""
     stored: Mapping[str, int]
@@ -92,7 +92,7 @@ class PublishedTask:
 
     @property
     def templates(self) -> tuple[str, ...]:
-        """Prompt templates, with {} in place of the class name; empty for texts."""
+        """Prompt templates, with {} in place of the class name; empty for text tasks."""
         return self.prompts() if callable(self.prompts) else self.prompts
 
     @property
@@ -182,7 +182,7 @@ GTSRB_SIGNS = (
     ("ueberholverbot_aufgehoben", "white circle with gray strike bar indicating no passing for cars has ended"),
     ("lkw_ueberholverbot_aufgehoben", "white circle with gray strike bar indicating no passing for trucks has ended"),
 )
-"""German name and CLIP's class name of the 43 GTSRB signs, in the order of the benchmark's class numbers.
+"""German names and CLIP's class names of the 43 GTSRB signs, in the order of the benchmark's class numbers.
 
 The two spelling mistakes are CLIP's and are kept, because published scores use these prompts.
 """
@@ -191,7 +191,7 @@ _GTSRB_BY_NAME = names_from_table({**dict(GTSRB_SIGNS), **{words: words for _, w
 
 
 def gtsrb_classes(stored: Sequence[str]) -> tuple[str, ...]:
-    """Returns CLIP's names of classes that are stored as CLIP's names, German names or numbers such as 00014."""
+    """Returns CLIP's class names for classes stored under CLIP's names, German names or numbers such as 00014."""
     if all(re.fullmatch(r"\d{1,5}", name) and int(name) < len(GTSRB_SIGNS) for name in stored):
         return tuple(GTSRB_SIGNS[int(name)][1] for name in stored)
     return _GTSRB_BY_NAME(stored)
@@ -228,7 +228,7 @@ def imagenet_templates() -> tuple[str, ...]:
 
 
 def imagenet_classes(stored: Sequence[str]) -> tuple[str, ...]:
-    """Returns open_clip's names of classes.
+    """Returns open_clip's names for the classes of a copy of ImageNet.
 
     WordNet ids are looked up. If the names are those of all thousand classes in their usual order, they are replaced by
     position. Otherwise, the first synonym in each name is used.

@@ -90,7 +90,7 @@ class Task(Protocol):
 
     @property
     def source(self) -> str:
-        """Origin of the data, as manifests record it."""
+        """Origin of the data, as recorded in manifests."""
         ...
 
     @property
@@ -129,7 +129,7 @@ class Task(Protocol):
 
 
 class ClassSplitName(NamedTuple):
-    """The parts of a name `NAME@k/n`."""
+    """The components of a name `NAME@k/n`."""
 
     whole: str
     """Name of the whole task."""
@@ -233,7 +233,7 @@ class ClassSplitTask:
         return self.whole.listing(split)
 
     def split(self, name: str) -> ClassSplitView:
-        """Returns the part's examples of a split.
+        """Returns the examples of a split that belong to the part.
 
         Raises:
             KfacpackError: If the split has no example of the part's classes.

@@ -119,7 +119,7 @@ class AnswerTexts:
     The prompt and the answer are tokenized separately, so that the tokens of an answer do not depend on the prompt.
 
     Args:
-        model: Name of the model, for errors.
+        model: Name of the model, for error messages.
         tokenizer: Tokenizer of the model.
         style: Prompt style, `plain` or `chat`.
         limit: Maximum length of a sequence in tokens.
@@ -178,7 +178,7 @@ class AnswerTexts:
         return tokens if end is None or not tokens else [*tokens, end]
 
     def _sequence(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Returns the prompt and the answer. If both are too long together, the start of the prompt is removed."""
+        """Returns the prompt and the answer. If they exceed the limit, the start of the prompt is removed."""
         if not prompt or not answer:
             text = "" if not prompt else f" after the prompt {self._excerpt(prompt)}"
             part = "completion" if prompt else "prompt"

@@ -61,8 +61,8 @@ class ClipFamily:
     def load(self, request: ModelRequest) -> Model:
         """Loads a model.
 
-        Weights without the text tower give a model without a text head. A folder of `CLIPVisionModel` has no
-        projection; f is then the normalised pooled output of the tower, which the manifest records.
+        If the weights lack the text tower, the model has no text head. A folder of `CLIPVisionModel` has no projection;
+        f is then the normalised pooled output of the tower, which the manifest records.
         """
         name, device, dtype = request.name, request.device, request.dtype
         (config,) = load_components(name, self.prefix, ("AutoConfig",), "config.json and model.safetensors")
@@ -121,7 +121,7 @@ def _vision_config(config: Any) -> Any:
 def _image_size(config: Any, name: str) -> int:
     size = _vision_config(config).image_size
     if not isinstance(size, int):
-        raise KfacpackError(f"clip:{name}: image_size in config.json is {size}, expected one number of pixels")
+        raise KfacpackError(f"clip:{name}: image_size in config.json is {size}, expected a single number of pixels")
     return size
 
 
@@ -283,7 +283,7 @@ def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[A
 
 
 def _size_in_file(path: Path, vision: Any) -> int:
-    """Returns the image size of a weights file from its position embedding; that of the config if it has none."""
+    """Returns the image size of a weights file, from its position embedding; defaults to that of the config."""
     tensors = Container(check_safetensors(path)).tensors
     spec = tensors.get(POSITIONS) or tensors.get(POSITIONS.partition(".")[2])
     return isqrt(spec.shape[0] - 1) * int(vision.patch_size) if spec else int(vision.image_size)

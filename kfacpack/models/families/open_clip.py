@@ -215,7 +215,7 @@ def _download(pretrained: Mapping[str, Any], model: str) -> Path:
 
 
 def _hub_file(pretrained: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the Hub repository of a tag's weights, or an empty string, and the file name."""
+    """Returns the Hub repository of a tag's weights (empty if there is none) and the name of the file."""
     repository, _, filename = pretrained.get("hf_hub", "").rpartition("/")
     return repository, filename or "open_clip_pytorch_model.bin"
 

@@ -61,7 +61,7 @@ def config_and_tokenizer(request: ModelRequest, prefix: str) -> tuple[Any, Any]:
 
     Args:
         request: Request whose name is a folder, or a Hub repository if there is no such folder.
-        prefix: The family's prefix, for errors.
+        prefix: The family's prefix, for error messages.
 
     Returns:
         The config and the tokenizer.
@@ -71,18 +71,18 @@ def config_and_tokenizer(request: ModelRequest, prefix: str) -> tuple[Any, Any]:
     """
     name = request.name
     if request.image_size is not None:
-        raise KfacpackError(f"{prefix}:{name} is a text model and has no image size; leave it out")
+        raise KfacpackError(f"{prefix}:{name} is a text model and has no image size; omit --image-size (image_size)")
     parts = "config.json, a tokenizer and model.safetensors"
     config, tokenizer = load_components(name, prefix, ("AutoConfig", "AutoTokenizer"), parts)
     return config, tokenizer
 
 
 def load_components(name: str, prefix: str, classes: tuple[str, ...], parts: str) -> list[Any]:
-    """Loads components of a model other than its weights with transformers.
+    """Loads components of a model, other than its weights, with transformers.
 
     Args:
         name: A folder, or a Hub repository if there is no such folder.
-        prefix: The family's prefix, for errors.
+        prefix: The family's prefix, for error messages.
         classes: Names of the classes of transformers that load the components.
         parts: Description of the expected content of the folder, for error messages.
 
@@ -256,8 +256,8 @@ def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str
 
     Args:
         examples: Examples with the same columns.
-        model: Name of the model, for errors.
-        task: Name of the task, for errors.
+        model: Name of the model, for error messages.
+        task: Name of the task, for error messages.
 
     Returns:
         N strings by column name.
@@ -281,7 +281,7 @@ def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model:
         output_layer: (vocabulary, C).
         tokenizer: Tokenizer of the model.
         words: K words.
-        model: Name of the model, for errors.
+        model: Name of the model, for error messages.
 
     Raises:
         KfacpackError: If a word has no token.
@@ -294,7 +294,7 @@ def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model:
 
 
 def embedding_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the word, position and token type embeddings, without the norm that follows them."""
+    """Returns the names of the word, position and token type embeddings, excluding the norm that follows them."""
     return tuple(f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding))
 
 
