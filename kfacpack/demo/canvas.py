@@ -80,7 +80,7 @@ def sample_field(images: Field, x: Field, y: Field) -> Field:
     """Samples images bilinearly at given coordinates.
 
     Args:
-        images: (N, S, S), spanning -1 to 1; outside, their border is repeated.
+        images: Images, (N, S, S), that span -1 to 1. Outside, their border is repeated.
         x: Field of x coordinates.
         y: Field of y coordinates.
     """
@@ -179,7 +179,7 @@ def render_glyph(character: str, font: str) -> NDArray[np.float32]:
     """Returns the coverage of a character, (GLYPH_SIZE, GLYPH_SIZE), centred and scaled to fit.
 
     Args:
-        character: The character.
+        character: Character to draw.
         font: File name of a font of matplotlib without suffix, such as "DejaVuSans" or "cmr10".
 
     Raises:

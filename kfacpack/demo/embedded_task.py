@@ -37,9 +37,9 @@ class LabelledImages(NamedTuple):
     """Images with their labels."""
 
     images: ByteArray
-    """Grey (N, height, width) or colour (N, height, width, 3)."""
+    """Grey images, (N, height, width), or colour images, (N, height, width, 3)."""
     labels: NDArray[np.int32]
-    """(N,), indices into the task's classes."""
+    """Labels, (N,), as indices into the task's classes."""
 
 
 ImageSplits = Mapping[str, LabelledImages]
@@ -86,7 +86,7 @@ def upsample(images: IntArray, size: int, max_value: int) -> IntArray:
     """Enlarges images by bilinear interpolation. Values are rounded once, and the border is repeated.
 
     Args:
-        images: (N, S, S), values from 0 to `max_value`.
+        images: Images, (N, S, S), with values from 0 to `max_value`.
         size: New width and height.
         max_value: Value that becomes 255.
 
@@ -321,13 +321,13 @@ def place_glyph(
     """Returns the coverage of glyphs of random sizes and angles, at random positions around (`x`, 0).
 
     Args:
-        glyphs: (N, GLYPH_SIZE, GLYPH_SIZE).
-        rng: Random stream.
+        glyphs: Glyph images, (N, GLYPH_SIZE, GLYPH_SIZE).
+        rng: Random stream to draw positions, sizes and angles from.
         extent: Smallest and largest width.
         shift: Largest distance from the centre, per axis.
         turn: Tangent of half the largest angle.
         bend: Largest strength of the deformation.
-        x: Horizontal centre.
+        x: Horizontal centre of the positions.
     """
     count = len(glyphs)
     u, v = canvas.grid_points(count)

@@ -126,7 +126,7 @@ class BatchShape:
     rows: int
     passes: int
     mask: Tensor | None
-    """(N, R), False at padded positions."""
+    """Mask, (N, R), False at padded positions."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class CurvatureAccumulator:
 
     Args:
         forward: Function from a batch to f.
-        plan: The blocks.
+        plan: Blocks to estimate.
         parameters: Selected parameters, by name.
         probes: Probes to draw.
         settings: Dtype, device and form of the sums.
@@ -216,7 +216,7 @@ class CurvatureAccumulator:
 
         Args:
             f: The output of the model with its graph, (P, C).
-            batch: The batch.
+            batch: Batch that f was computed from.
             numbers: As for `add_batch`.
             inputs: If given, receives the gradients at a tensor that f is computed from.
 

@@ -88,7 +88,7 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
     Args:
         trace: The trace of the model.
         name: Name of the parameter.
-        parameter: The parameter.
+        parameter: Parameter whose usages are found.
 
     Raises:
         KfacpackError: If the parameter is used in a computation that all examples share.
@@ -116,7 +116,7 @@ def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePat
     """Returns a description that locates a usage in the graph of another batch.
 
     Args:
-        usage: The usage.
+        usage: Usage to describe.
         count: Number of usages of the parameter.
         as_matrix: Whether the parameter is the matrix of a product, which may be another operation in another batch.
     """

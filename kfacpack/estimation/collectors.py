@@ -52,7 +52,7 @@ class BackwardPass:
 
     examples: int
     mask: Tensor | None
-    """(N, R), False at padded positions."""
+    """Mask, (N, R), False at padded positions."""
     first: bool
     """Whether this is the first pass of the batch, in which inputs are collected as well."""
     collected: dict[int, Hashable] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class FactorTally:
     """A sum, and the number of positions it includes.
 
     Args:
-        total: The sum.
+        total: Sum that rows are added to.
         device: Device of the number of positions.
     """
 
@@ -92,7 +92,7 @@ class Collector(ABC):
     """Collects the sums of one block.
 
     Args:
-        planned: The planned block.
+        planned: Block of the plan.
     """
 
     immediate = True
@@ -108,7 +108,7 @@ class Collector(ABC):
         Args:
             steps: Path from the parameter to its operation.
             g: Gradient at the output of the operation.
-            backward_pass: The pass.
+            backward_pass: The current backward pass.
         """
 
     @abstractmethod
@@ -128,7 +128,7 @@ class KroneckerCollector(Collector):
     """Collects the Kronecker factors A and B of the matrix of a product.
 
     Args:
-        planned: The planned block.
+        planned: Block of the plan.
         settings: Dtype, device and form of the sums.
         shared: Sums of A by input group, shared by all collectors. The sum of a new group is added.
     """
@@ -198,7 +198,7 @@ class WholeCollector(Collector):
     """Collects the whole G of a block, or its diagonal, from the gradient of every example at the parameter.
 
     Args:
-        planned: The planned block.
+        planned: Block of the plan.
         settings: Dtype, device and form of the sums.
     """
 
@@ -222,7 +222,7 @@ class VectorCollector(WholeCollector):
     """Collects G of a parameter that is not the matrix of a product, but is added, multiplied or used in another way.
 
     Args:
-        planned: The planned block.
+        planned: Block of the plan.
         settings: Dtype, device and form of the sums.
     """
 
@@ -277,7 +277,7 @@ def collector_for(planned: PlannedBlock, settings: CollectorSettings, shared: di
     """Returns the collector for a planned block.
 
     Args:
-        planned: The planned block.
+        planned: Block of the plan.
         settings: Dtype, device and form of the sums.
         shared: Sums of A by input group, shared by all collectors.
     """

@@ -142,7 +142,7 @@ def probes_of(model: nn.Module | Model, options: EstimateOptions) -> Probes:
     """Returns the probes of an estimate, with the model's output layer if the metric needs it.
 
     Args:
-        model: The model.
+        model: Model whose curvature is estimated.
         options: The options of the estimate.
 
     Raises:

@@ -37,7 +37,7 @@ class RunningSum(ABC):
         """Adds rows, (P, side), or one-hot rows as indices, (P,).
 
         Args:
-            rows: The rows.
+            rows: Rows to add.
             count: Number of rows that are not padding, if padded rows are zero. Defaults to P.
         """
 

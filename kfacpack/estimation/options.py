@@ -37,7 +37,7 @@ from kfacpack.format.manifest import (
 )
 
 RowNumber: TypeAlias = tuple[int, int]
-"""Index of an example, and of a row of f among those of the example."""
+"""Index of an example, and index of a row of f within the example."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Probes:
     """Number of random probes per example."""
     seed: int = 0
     output_layer: Tensor | None = field(default=None, compare=False, repr=False)
-    """W, (vocabulary, C), with the metric `kl`; None for `l2`."""
+    """Output layer of the model, (vocabulary, C), for the metric `kl`; None for `l2`."""
 
     def __post_init__(self) -> None:
         if self.fisher not in ("mc", "exact"):

@@ -72,7 +72,7 @@ class PartialFile:
         """Saves the work if enough time has passed since the last save.
 
         Args:
-            work: The work.
+            work: Work whose state is saved.
             done: Number of batches that are done.
             now: Whether to save regardless of the interval.
 

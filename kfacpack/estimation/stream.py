@@ -376,7 +376,7 @@ class StreamedEstimate:
         self._write(accumulator, count + 1)
 
     def _gradients(self, index: int, batch: int, inputs: Tensor) -> InputGradients | None:
-        """Returns a receiver that stores the gradients at the inputs of a layer; None if no earlier segment needs them."""
+        """Returns a store for the gradients at the inputs of a layer; None if no earlier segment needs them."""
         if index <= self.plans.first_needed and not (index == 0 and self.plans.stem.blocks):
             return None
         return InputGradients(

@@ -149,7 +149,7 @@ class TaskEstimate:
     params: tuple[str, ...] | None = None
     """Names or patterns; None covers all parameters that the model family does not freeze."""
     shard: tuple[int, int] = (1, 1)
-    """(k, n): every n-th example, starting at the k-th."""
+    """Shard (k, n): every n-th example, starting at the k-th."""
     stream: bool = False
     """Whether to estimate layer by layer."""
     stream_folder: Path | None = None
@@ -330,7 +330,7 @@ class TaskEstimate:
         """Returns the settings that must not change between a saved state and a resumed run.
 
         Args:
-            planned: The blocks.
+            planned: Planned blocks of the estimate.
             weights: Digest of the weights.
         """
         model = self.model

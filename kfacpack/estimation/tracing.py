@@ -80,7 +80,7 @@ def layout_of_doubled(g: Tensor, noise: float = 0.0) -> ExampleLayout | None:
     """Returns the layout of the gradient of one example passed twice, with a doubled seed for the second copy.
 
     Args:
-        g: The gradient.
+        g: Gradient at the output of an operation.
         noise: Elements up to this magnitude count as zero, which is compatible with every layout.
 
     Returns:
@@ -149,10 +149,10 @@ def kept_rows(mask: Tensor | None, layout: ExampleLayout, gradients: Tensor, exa
     such as those of a decoder, may have the same number of positions by coincidence.
 
     Args:
-        mask: (N, R), False at padded positions; None if there is no mask.
+        mask: Mask, (N, R), False at padded positions; None if there is no mask.
         layout: Layout of the examples in the rows.
         gradients: Gradient of f at the rows, (P, out).
-        examples: N.
+        examples: Number of examples.
 
     Returns:
         A mask of the rows, (P,); None if all rows are kept. On devices where rows are not dropped (see `drops_rows`),
@@ -223,7 +223,7 @@ class ModelTrace:
         return self._layouts[node]
 
     def layout_of(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
-        """Returns the layout of gradients of the same form as in `gradients`; None if examples share elements."""
+        """Returns the layout of gradients in the form of the values of `gradients`; None if examples share elements."""
         if len(gradients) == 1:
             return layout_of_doubled(gradients[0])
         return layout_of_two(gradients[0], gradients[1], self.examples)

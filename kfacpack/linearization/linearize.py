@@ -340,7 +340,7 @@ class Linearization:
     Args:
         f: Output, (N, C).
         change: J τ, (N, C); None for zero.
-        backward: Computes gradients.
+        backward: Function that computes gradients.
         dtypes: Dtype of the gradient of each parameter.
     """
 

@@ -41,7 +41,7 @@ class ModuleState:
     config) that are attributes of a module.
 
     Args:
-        module: The module.
+        module: Module whose state is stored.
         forward: The function that calls the module. The state includes variables that it captures and, if it is a bound
             method, the attributes of its object.
     """
@@ -192,7 +192,7 @@ class ProgramEntry:
         """Counts a call; returns the state of the module if the call is to be recorded.
 
         Args:
-            module: The module.
+            module: Module that is called.
             forward: The function that calls the module.
             at_once: Whether to record the first call instead of the second.
         """
@@ -245,7 +245,7 @@ class ProgramCache:
         """Returns the entry for a call. Inputs that do not meet the conditions of a program have an entry of their own.
 
         Args:
-            key: The signature.
+            key: Signature of the call.
             inputs: Tangents and tensors of the batch.
         """
         entry = self._entry(key)
@@ -319,7 +319,7 @@ class ReplayedGradient:
     """Gradient of a replayed forward pass.
 
     Args:
-        program: The program.
+        program: Program that was replayed.
         saved: Values that its forward pass returned for the backward pass.
     """
 

@@ -149,7 +149,7 @@ class BatchMover:
     On CUDA devices, the copy runs on a separate stream, from pinned memory, in parallel with earlier work.
 
     Args:
-        device: The device.
+        device: Device that batches are moved to.
     """
 
     def __init__(self, device: torch.device):
@@ -319,7 +319,7 @@ def require_unsharded(model: nn.Module) -> None:
     parts in other processes would silently be missing.
 
     Args:
-        model: The module.
+        model: Module whose parameters are checked.
 
     Raises:
         KfacpackError: If the module is wrapped by FSDP, or a parameter is a `DTensor` (FSDP2, tensor parallelism).

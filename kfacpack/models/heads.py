@@ -44,9 +44,9 @@ class Head:
     """
 
     weight: Tensor
-    """(K, C), at least float32, on the model's device."""
+    """Weights, (K, C), in at least float32, on the model's device."""
     bias: Tensor
-    """(K,)"""
+    """Biases, (K,)."""
     classes: tuple[str, ...]
     """Names of the K classes."""
     origin: HeadOrigin
@@ -92,7 +92,7 @@ class Head:
         """Returns the head on another device.
 
         Args:
-            device: The device.
+            device: Target device.
         """
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
@@ -271,8 +271,8 @@ def word_head(model: Model, task: Task) -> Head:
     """Builds a head from the class names, or the answers of the task's template, as continuations of the prompt.
 
     Args:
-        model: The model.
-        task: The task.
+        model: Language model.
+        task: Task with class names.
 
     Raises:
         KfacpackError: If the model does not predict words, or the names of two classes have the same first token. For a
@@ -288,8 +288,8 @@ def completion_head(model: Model, task: Task) -> Head:
     """Builds the head of a task with prompts and completions: the output layer of a causal language model.
 
     Args:
-        model: The model.
-        task: The task.
+        model: Causal language model.
+        task: Task with the columns `prompt` and `completion`.
 
     Raises:
         KfacpackError: If the model is not a causal language model.

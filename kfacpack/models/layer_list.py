@@ -80,7 +80,7 @@ class LayerList:
     """The main list of layers of a model.
 
     Args:
-        module: The model.
+        module: Module that contains the list.
         forward: Function from a batch to f.
         parameters: The parameters of the estimate, by name. The main list contains most of their elements.
         weights: Source of weights that are not in memory, if there are any.
@@ -279,7 +279,7 @@ def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
     """Returns the name of the list of layers of one type that contains most elements of the parameters.
 
     Args:
-        module: The model.
+        module: Module to search.
         parameters: Parameters by name.
 
     Raises:

@@ -35,7 +35,7 @@ def unknown_model(library: str, name: str, names: Iterable[str]) -> UnknownModel
 
     Args:
         library: Name of the library, such as `"timm"`.
-        name: The unknown name.
+        name: Model name that the library does not have.
         names: All model names of the library.
     """
     # OpenAI's name is ViT-B/32, open_clip's is ViT-B-32.

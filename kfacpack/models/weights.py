@@ -188,7 +188,7 @@ class SafetensorsWeights(UnloadedWeights):
         module: As for `UnloadedWeights`.
         dtype: As for `UnloadedWeights`.
         device: As for `UnloadedWeights`.
-        files: The files.
+        files: Safetensors files; together, they contain all weights.
         prefix: Prefix that the names in the files may have or lack, such as `"model"`.
         unused: Prefixes of parameters that f does not use and that may be missing.
     """

@@ -179,7 +179,7 @@ def _choose_config(configs: Mapping[str | None, Splits], config: str | None, loc
     names = sorted(name for name in configs if name is not None)
     problem = f"no config {printable(config)!r}" if config else "several configs, but none was chosen"
     if not names:
-        remedy = f"Omit it: --data {location} (data={location!r})"
+        remedy = f"Omit the config: --data {location} (data={location!r})"
         raise KfacpackError(f"{location}: {problem}; the data has no configs. {remedy}")
     example = f"{location}/{printable(names[0])}"
     remedy = f"Choose one: --data {example} (data={example!r})"

@@ -255,7 +255,7 @@ class ClassSplitView:
     """A view of a split that contains only the examples of some classes. Order and labels are unchanged."""
 
     def __init__(self, whole: Split, classes: range):
-        """Selects the examples.
+        """Selects the examples of some classes.
 
         Args:
             whole: Split of the whole task.

@@ -247,7 +247,7 @@ def _preprocessor_config(name: str) -> dict[str, Any]:
 
 
 def _is_absent(repository: str, file: str) -> bool:
-    """Returns whether a Hub repository is known to lack a file, from the cache or from the Hub."""
+    """Returns whether a Hub repository lacks a file, according to the cache or the Hub."""
     from huggingface_hub import _CACHED_NO_EXIST, file_exists, try_to_load_from_cache
 
     if try_to_load_from_cache(repository, file) is _CACHED_NO_EXIST:

@@ -218,8 +218,8 @@ def identity_fields(
         request: The request that the model was loaded for.
         family: Name of the family.
         config: The model's config.
-        module: The module.
-        tokenizer: The tokenizer.
+        module: Module of the loaded model.
+        tokenizer: Tokenizer of the model.
         missing: Names of the parameters that were missing when the module was loaded.
     """
     return {
