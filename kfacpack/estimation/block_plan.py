@@ -118,7 +118,7 @@ def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePat
     Args:
         usage: Usage to describe.
         count: Number of usages of the parameter.
-        as_matrix: Whether the parameter is the matrix of a product, which may be another operation in another batch.
+        as_matrix: Whether the parameter is the matrix of a product. Another batch may use another operation for it.
     """
     key = last_operation(usage.steps)
     ends = equivalent_products(key) if as_matrix else None

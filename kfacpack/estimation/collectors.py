@@ -195,7 +195,7 @@ class KroneckerCollector(Collector):
 
 
 class WholeCollector(Collector):
-    """Collects the whole G of a block, or its diagonal, from the gradient of every example at the parameter.
+    """Collects the whole G of a block, or its diagonal, from the gradients of single examples.
 
     Args:
         planned: Block of the plan.

@@ -144,7 +144,7 @@ def _report_lost_process() -> Iterator[None]:
         yield
     except RuntimeError as error:
         problem = f"process {rank()} of {world_size()}: another process was lost: {first_line(error)}"
-        remedy = "See its own output for the cause. Restart all processes with --resume"
+        remedy = "See the output of that process for the cause. Restart all processes with --resume"
         raise ProcessLostError(f"{problem}. {remedy}") from error
 
 

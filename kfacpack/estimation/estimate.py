@@ -182,7 +182,7 @@ def begin_accumulation(
         An accumulator without examples.
 
     Raises:
-        KfacpackError: If a parameter cannot be estimated, or f does not depend on one that `params` names.
+        KfacpackError: If a parameter cannot be estimated, or f does not depend on a parameter in `params`.
     """
     trace, plan = _trace_and_plan(forward, batch, parameters, options)
     settings = options.settings(next(iter(parameters.values())).dtype, device_of(parameters))

@@ -110,7 +110,7 @@ class MatmulRight(MatrixOperation):
         return product_scales(node) == (1, 1) and _is_single_product(node)
 
     def inputs(self, node: Node) -> Tensor:
-        """Returns the rows."""
+        """Returns the rows that are multiplied by the operand."""
         return _as_matrix(saved(node, self._rows))
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:

@@ -287,7 +287,7 @@ class ArgumentEncoder:
 
 
 def decode_arguments(entry: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the arguments that `ArgumentEncoder` encoded."""
+    """Decodes arguments that were encoded by `ArgumentEncoder`."""
     if "tensor" in entry:
         return tensors[entry["tensor"]]
     if "list" in entry:

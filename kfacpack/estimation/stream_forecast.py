@@ -1,7 +1,7 @@
 """Forecasts the blocks, size, time, disk space and memory of a layer-by-layer estimate.
 
 One layer of each kind is planned and measured. No weights are needed: a model that is loaded with `loading="shapes"`
-has arbitrary values. For a GPU that is not available, the time follows from the number of floating-point operations.
+has arbitrary values. The time on a GPU that is not available is computed from the number of floating-point operations.
 """
 
 from __future__ import annotations

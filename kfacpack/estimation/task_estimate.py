@@ -153,7 +153,7 @@ class TaskEstimate:
     stream: bool = False
     """Whether to estimate layer by layer."""
     stream_folder: Path | None = None
-    """Folder of the stored inputs and gradients of layers; None for one beside the output."""
+    """Folder of the stored inputs and gradients of layers; None for a folder beside the output."""
     max_shard_size: str | None = None
     """Maximum size of the files of a bundle with an index; a streamed estimate writes one file per segment."""
     report: CompressionReport | None = field(default=None, init=False)

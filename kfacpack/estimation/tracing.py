@@ -217,7 +217,7 @@ class ModelTrace:
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
 
     def layout(self, node: Node) -> ExampleLayout | None:
-        """Returns the layout of an operation's output; None if the examples are not separate there."""
+        """Returns the layout of an operation's output; None if it does not separate the examples."""
         if node not in self._layouts:
             self._layouts[node] = self.layout_of(self.gradients[node]) if node in self.gradients else None
         return self._layouts[node]

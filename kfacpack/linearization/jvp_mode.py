@@ -145,9 +145,9 @@ def attention(operation: Any, tangent_of: TangentOf, *args: Any, **kwargs: Any) 
 
 
 def _sum_of_products(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-    """Computes the sum of a b over pairs of a (..., n, k) and b (..., k, m), without pairs that contain None.
+    """Computes the sum of the products a b over pairs of a (..., n, k) and b (..., k, m).
 
-    Each product is added in place to those before it.
+    Pairs that contain None are skipped. Each product is added in place to the sum of those before it.
     """
     total: Tensor | None = None
     for a, b in pairs:
@@ -435,7 +435,7 @@ def require_tracked(tensor: Tensor) -> None:
         return
     name = producer.name().removesuffix("Backward")
     problem = f"cannot linearise: the output of the custom autograd function {name!r} is detached from its input"
-    raise KfacpackError(f"{problem} (by a detach, numpy, or a custom kernel). Use a plain torch implementation of it")
+    raise KfacpackError(f"{problem} (by detach, numpy or a custom kernel). Use a plain torch implementation of it")
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

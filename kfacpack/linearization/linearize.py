@@ -172,7 +172,7 @@ class Linearized:
         return zeros_like_parameters(self._parameters)
 
     def __call__(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Tensor:
-        """Returns f + J τ, (N, C), which can be differentiated once in τ.
+        """Returns f + J τ, (N, C), which can be differentiated once with respect to τ.
 
         Args:
             batch: A tensor, a tuple of arguments or a dict of keyword arguments.
@@ -348,9 +348,9 @@ class Linearization:
         self._backward = backward
         self._dtypes = dtypes
         self.f = f
-        """f, (N, C)."""
+        """Output f, (N, C)."""
         self.change = torch.zeros_like(self.f) if change is None else change
-        """J τ, (N, C)."""
+        """Change of the output along τ, J τ, (N, C)."""
 
     def gradient(
         self,

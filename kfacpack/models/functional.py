@@ -241,7 +241,7 @@ def eval_mode(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[No
             raise KfacpackError(f"parameter {name!r} has no values; load or initialise the model first")
         if parameter.is_inference():
             problem = "was created in torch.inference_mode and cannot be differentiated"
-            raise KfacpackError(f"parameter {name!r} {problem}; load the model outside of it")
+            raise KfacpackError(f"parameter {name!r} {problem}; load the model outside of inference mode")
     try:
         model.eval()
         for parameter, _ in required:

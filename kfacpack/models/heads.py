@@ -80,7 +80,7 @@ class Head:
         return True
 
     def of_classes(self, classes: range) -> Head:
-        """Returns a head for some consecutive classes, whose tensors are views of those of this head.
+        """Returns a head that is restricted to consecutive classes. Its tensors are views of those of this head.
 
         Args:
             classes: Indices of the classes.
@@ -136,13 +136,13 @@ class AnswerHead(Head):
         return scores[:, list(self.answer_of)]
 
     def of_classes(self, classes: range) -> Head:
-        """Returns a head for some consecutive classes."""
+        """Returns a head that is restricted to consecutive classes."""
         rows = slice(classes.start, classes.stop)
         return replace(self, classes=self.classes[rows], answer_of=self.answer_of[rows])
 
     @property
     def is_stored(self) -> bool:
-        """False, because the weight is the whole output layer of the model."""
+        """Always False, because the weight is the whole output layer of the model."""
         return False
 
 
@@ -165,7 +165,7 @@ class CompletionHead(Head):
 
     @property
     def is_stored(self) -> bool:
-        """False, because the weight is the whole output layer of the model."""
+        """Always False, because the weight is the whole output layer of the model."""
         return False
 
 

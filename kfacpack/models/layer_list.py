@@ -189,7 +189,7 @@ class LayerList:
         return hidden, calls
 
     def _record(self, batch: ModelInput, *, first_only: bool = False) -> tuple[Tensor, list[LayerCall]]:
-        """Returns the inputs of the first layer, and the other arguments of every layer, or of the first only."""
+        """Returns the inputs of the first layer, and the other arguments of every layer, or of only the first."""
         received: list[Tensor] = []
         calls: list[LayerCall] = []
         passed: list[Tensor] = []

@@ -307,7 +307,7 @@ class LocalTask:
         return sum(data_files.read_schema(self.data_source.file(path))[1] for path in self._shards[split])
 
     def _labelled_rows(self, split: str) -> Sequence[int]:
-        """Returns the rows in the files of a split, without unlabelled ones if the definition drops them."""
+        """Returns the rows in the files of a split, except unlabelled ones if the definition drops them."""
         if not self._drops_unlabelled or self._images:
             return range(self._num_rows(split))
         return [row for row, value in enumerate(self._read_labels(split)) if not _is_unlabelled(value)]

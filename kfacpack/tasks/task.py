@@ -42,7 +42,7 @@ class DataOrigin:
 
 
 class Split(Protocol):
-    """Examples in a fixed order."""
+    """A split of a task: labelled examples in a fixed order."""
 
     source: DataOrigin
     """The origin of the examples."""
@@ -129,7 +129,7 @@ class Task(Protocol):
 
 
 class ClassSplitName(NamedTuple):
-    """The components of a name `NAME@k/n`."""
+    """The components of the name of a class split, `NAME@k/n`."""
 
     whole: str
     """Name of the whole task."""

@@ -186,7 +186,7 @@ class AnswerTexts:
         if len(answer) >= self.limit:
             problem = f"the completion after {self._excerpt(prompt)} has {len(answer)} tokens, including the end token"
             remedy = (
-                f"expected at most {self.limit - 1}, so that one token of the prompt fits. Shorten it, or omit the row"
+                f"expected at most {self.limit - 1}, so that a token of the prompt fits. Shorten it, or omit the row"
             )
             raise KfacpackError(f"{self._model}: {problem}; {remedy}")
         return prompt[-(self.limit - len(answer)) :], answer

@@ -199,7 +199,7 @@ def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePre
     Args:
         name: Folder or Hub repository.
         own_size: Image size of the model's config.
-        image_size: Requested image size; sizes are scaled to it. None for the model's own.
+        image_size: Requested image size, to which the sizes in the file are scaled; None for the model's own.
     """
     config = {**_DEFAULTS, **_preprocessor_config(name)}
     where = f"clip:{name}: preprocessor_config.json"

@@ -166,7 +166,7 @@ class OpenClipConfig(NamedTuple):
     tokenizer: Mapping[str, Any]
     """Arguments for `open_clip.get_tokenizer`."""
     published: Callable[[], tuple[Path, str | None]]
-    """Returns the weights file, downloaded if necessary, and its revision."""
+    """Function that returns the weights file, downloaded if necessary, and its revision."""
 
 
 def _open_clip_config(spec: str, needs_tag: bool) -> OpenClipConfig:

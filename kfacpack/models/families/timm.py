@@ -1,4 +1,4 @@
-"""Models of timm, such as `timm:vit_tiny_patch16_224`. f is the normalised pooled features before the classifier."""
+"""Models of timm, such as `timm:vit_tiny_patch16_224`. f is the normalised vector of pooled features."""
 
 from __future__ import annotations
 
