@@ -287,7 +287,7 @@ def draw_splits(
         task: Name of the task, which seeds the random streams.
         sizes: Number of images by split.
         classes: Number of classes.
-        draw: Maps labels and a random stream to images, one per label.
+        draw: Function that maps labels and a random stream to images, one per label.
     """
     splits = {}
     for split, size in sizes.items():

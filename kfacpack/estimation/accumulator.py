@@ -90,7 +90,7 @@ def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> tuple[int, T
 
     Args:
         model: The module whose weights are not counted.
-        compute: Computes an output.
+        compute: Function that computes an output.
 
     Returns:
         The number of bytes, and the output.

@@ -237,7 +237,7 @@ class LayerStream:
         return self.model.base(covered) if covered else None
 
     def _require_one_segment(self, stem: BlockPlan, head: BlockPlan) -> None:
-        """Checks that no parameter is used in the stem and in the head."""
+        """Checks that no parameter is used in both the stem and the head."""
         in_stem, in_head = ({name for block in plan.blocks for name in block.parameters} for plan in (stem, head))
         if both := sorted(in_stem & in_head):
             problem = f"parameter {both[0]!r} is used both before the first layer and after the last layer"

@@ -51,16 +51,16 @@ _LITERALS = (int, bool, str, type(None))
 
 
 class Operation(NamedTuple):
-    """One recorded call, as source code."""
+    """One recorded call, as source code. The values of a program are identified by numbers."""
 
     text: str
     """The call, such as `o3(v1, v2, (4, 8))`."""
     reads: tuple[int, ...]
-    """Numbers of the values that are its arguments."""
+    """Value numbers of its arguments."""
     writes: tuple[int, ...]
-    """Numbers of the values that it modifies."""
+    """Value numbers of the arguments that it modifies."""
     results: tuple[int, ...]
-    """Numbers of its new values."""
+    """Value numbers of its results."""
     target: str
     """Left-hand side of the assignment of its results, such as `v4 = `."""
 
@@ -127,15 +127,15 @@ class Recorder(DispatchMode):
         self.forward_length = 0
         """Number of operations of the forward pass."""
         self.outputs: tuple[int | None, int | None] = (None, None)
-        """Numbers of f and J τ."""
+        """Value numbers of f and J τ."""
         self.state: dict[int, Tensor] = {}
-        """Tensors of the model that were used, by number."""
+        """Tensors of the model that were used, by value number."""
         self.seed = -1
-        """Number of u; -1 before the backward pass."""
+        """Value number of u; -1 before the backward pass."""
         self.conditions: dict[int, int] = {}
-        """Numbers of Boolean tensors on which the operations depend, with the counts of their true elements."""
+        """Value numbers of Boolean tensors on which the operations depend, with the counts of their true elements."""
         self.inputs = [self._add_input(tensor) for tensor in inputs]
-        """Numbers of the tangents and of the tensors of the batch."""
+        """Value numbers of the tangents and of the tensors of the batch."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -327,7 +327,7 @@ class Program:
 
     Args:
         recorder: Recorder of the step.
-        gradients: Numbers of the recorded gradients, by parameter.
+        gradients: Value numbers of the recorded gradients, by parameter.
         compiled: Whether torch.compile compiles both functions.
     """
 

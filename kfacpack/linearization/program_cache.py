@@ -284,10 +284,10 @@ class RecordedGradient:
     """Gradient of a recorded forward pass. The operations of the first call are recorded as well.
 
     Args:
-        gradient: Computes the gradient from the graph.
+        gradient: Function that computes the gradient from the graph.
         names: Names of all parameters for which gradients may be computed.
         recorder: Recorder of the forward pass.
-        finish: Called with the gradients for all names.
+        finish: Function that is called with the gradients for all names.
     """
 
     def __init__(

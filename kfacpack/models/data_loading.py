@@ -179,7 +179,7 @@ def image_batches(transform: Callable[[Any], Tensor], model: str) -> Callable[[S
     """Returns the `prepare` function of an image model, which maps N examples to (N, 3, height, width).
 
     Args:
-        transform: Turns a `PIL.Image` into a tensor of shape (3, height, width).
+        transform: Function that converts a `PIL.Image` to a tensor of shape (3, height, width).
         model: Name of the model, for error messages.
     """
 

@@ -109,7 +109,7 @@ def weights_error(
         path: Safetensors file.
         model: Name of the model.
         error: The exception that the library raised.
-        expected: Builds the state dict of such a model, to name the first tensor that does not match.
+        expected: Function that builds the state dict of such a model, to name the first tensor that does not match.
         resized: fnmatch patterns of the tensors whose shape the loader adapts.
     """
     if problem := mismatched_tensors(path, expected(), resized):
@@ -267,7 +267,7 @@ class CheckpointFile(Checkpoint):
 
         Args:
             module: Module whose state dict is saved.
-            load_command: Returns, for a path, the line of Python that loads the file.
+            load_command: Function that returns the line of Python that loads the file at a given path.
             prefix: Only tensors whose names start with this prefix are saved.
         """
         super().__init__(load_command)
@@ -295,8 +295,8 @@ class CheckpointFolder(Checkpoint):
         """Creates the checkpoint of a model.
 
         Args:
-            fill: Writes the files into an empty folder.
-            load_command: Returns, for a path, the line of Python that loads the folder.
+            fill: Function that writes the files into an empty folder.
+            load_command: Function that returns the line of Python that loads the folder at a given path.
         """
         super().__init__(load_command)
         self._fill = fill

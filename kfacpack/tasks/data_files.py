@@ -55,7 +55,7 @@ class PackageData:
 
         Args:
             path: Path relative to the module's folder.
-            decode: Parses the bytes.
+            decode: Function that parses the bytes of the file.
 
         Returns:
             The result of `decode`.
