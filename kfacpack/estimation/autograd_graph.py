@@ -129,8 +129,8 @@ class AutogradGraph:
 
         Args:
             parameter: A parameter that f was computed from.
-            ends: Function that returns whether a path ends at its last step. Every path ends at an operation with another
-                differentiable input.
+            ends: Function that returns whether a path ends at its last step. Every path ends at an operation with
+                another differentiable input.
         """
         return self._paths_from(self._leaves[id(parameter)], (), ends)
 
@@ -201,7 +201,8 @@ def backward_to_nodes(
         nodes: Operations to visit.
         sinks: Nodes from which the backward pass reaches none of `nodes`. They are not executed, and are visited after
             the backward pass.
-        visit: Function that is called with each operation, the gradient at its output, and whether the backward pass is still running.
+        visit: Function that is called with each operation, the gradient at its output, and whether the backward pass
+            is still running.
         retain: Whether to keep the graph for another pass.
 
     Raises:

@@ -110,8 +110,9 @@ def load_model(
         seed: Seed of a random initialisation.
         prompts: Prompt style of a language model: `"t5"` or `"flan"` for `t5:`, `"plain"` or `"chat"` for `lm:`. The
             default is the style that the model was trained with.
-        loading: `"layers"` reads the weights of a layer when it is used, for `kp.estimate_task(..., stream=True)` on
-            `hf:` and `lm:` models that do not fit into memory. `"shapes"` reads no weights, for forecasts.
+        loading: `"memory"` loads all weights. `"layers"` loads the weights of a layer when it is used, for
+            `kp.estimate_task(..., stream=True)` on `hf:` and `lm:` models that do not fit into memory. `"shapes"` loads
+            no weights, for forecasts.
 
     Returns:
         The model, in eval mode.
