@@ -251,7 +251,7 @@ class CountSum(DiagonalSum):
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
         """Adds one-hot rows, as (P,) indices."""
-        # Not bincount of rows[rows >= 0]: on a GPU, both would wait for the device. -1 counts in element 0.
+        # Not bincount of rows[rows >= 0]: on a GPU, both would wait for the device. Index -1 is counted in element 0.
         indices = rows.to(torch.int64).clamp(min=-1) + 1
         counts = torch.zeros(self.side + 1, dtype=torch.int64, device=rows.device)
         self._add(counts.scatter_add_(0, indices, torch.ones_like(indices))[1:])

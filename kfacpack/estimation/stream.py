@@ -350,7 +350,7 @@ class StreamedEstimate:
 
     def _layer_forward(self, index: int) -> None:
         """Stores the outputs of a layer."""
-        # With gradients, because modules such as nn.MultiheadAttention compute differently without.
+        # With gradients, because modules such as nn.MultiheadAttention use other kernels without them.
         needs_gradient = index > self.plans.first_needed or bool(self.plans.stem.blocks)
         with self.stream.layer(index) as (layer, _):
             for batch in range(len(self.numbers)):

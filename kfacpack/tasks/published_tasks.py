@@ -230,7 +230,8 @@ def imagenet_templates() -> tuple[str, ...]:
 def imagenet_classes(stored: Sequence[str]) -> tuple[str, ...]:
     """Returns open_clip's names for the classes of a copy of ImageNet.
 
-    WordNet ids are looked up. If there are a thousand classes in the usual order, they are mapped by position. Otherwise, the first synonym in each name is used.
+    WordNet ids are looked up. If there are a thousand classes in the usual order, they are mapped by position. In all
+    other cases, the first synonym in each name is used.
     """
     names = _open_clip_metadata()["IMAGENET_CLASSNAMES"]
     if all(map(WORDNET.fullmatch, stored)):
