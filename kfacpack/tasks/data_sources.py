@@ -390,7 +390,7 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
     missing = [names for key, names in requested.inputs.items() if named[key] is None]
     missing += [requested.label] if requested.label and label is None else []
     if missing and requested.required:
-        problem = f"no column {printable(' or '.join(missing[0]))!r}; available columns: {_join(features)}"
+        problem = f"no column {printable(' or '.join(missing[0]))!r}; the columns are {_join(features)}"
         raise KfacpackError(f"{location}: {problem}. {_REMEDY}")
     label = label or _label_by_type(features, location)
     if missing or not named:
@@ -451,7 +451,7 @@ def _inputs_by_type(features: Any, location: str, label: str | None) -> dict[str
 
 def _only(columns: list[str], kind: str, location: str) -> str | None:
     if len(columns) > 1:
-        problem = f"found {len(columns)} columns of {kind} ({_join(columns)}), expected one"
+        problem = f"{len(columns)} columns of {kind}, {_join(columns)}; expected one"
         raise KfacpackError(f"{location}: {problem}. {_REMEDY}")
     return columns[0] if columns else None
 

@@ -273,7 +273,7 @@ class LocalTask:
         if self._drops_unlabelled:
             dropped = {split: self._num_rows(split) - len(self._labelled_rows(split)) for split in self._shards}
             if any(dropped.values()):
-                counts = ", ".join(f"{count:,} in {split}" for split, count in dropped.items())
+                counts = ", ".join(f"{count:,} of {split}" for split, count in dropped.items())
                 yield f"rows without a label are left out: {counts}"
 
     @property

@@ -178,7 +178,9 @@ class ClassSplitTask:
         if not classes:
             raise KfacpackError(f"{name}: the class names are unknown, so the task cannot be divided by classes")
         if len(classes) < 2 * self.n:
-            problem = f"{len(classes)} classes cannot be divided into {self.n} parts of at least two classes"
+            problem = (
+                f"{len(classes)} classes cannot be divided into {self.n} parts: some would have fewer than two classes"
+            )
             limit = len(classes) // 2
             remedy = f"Use at most {limit} part{'s' * (limit != 1)}" if limit else "The task cannot be divided"
             raise KfacpackError(f"{name}: {problem}. {remedy}")

@@ -195,7 +195,7 @@ def test_mnist_is_complete_only_with_data(copies, offline):
     ours = load_task("mnist")
     assert ours.sizes["test"] == 1000
     (notice,) = ours.notices("ViT-B-32/openai")
-    assert "its test split has 1,000 of them" in notice
+    assert "its test split has 1,000 examples" in notice
     assert "--data hf://datasets/ylecun/mnist" in notice
     assert ours.notices("tiny") == ()
     assert load_task("digits").notices("ViT-B-32/openai") == ()
