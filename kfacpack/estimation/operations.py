@@ -381,7 +381,7 @@ def matrix_operation_of(step: GraphStep) -> MatrixOperation:
     """Returns the matrix operation of a step that was planned as one.
 
     Raises:
-        KfacpackError: If it has groups or scaling that it did not have in the first batch.
+        KfacpackError: If the operation has groups or scaling that it did not have in the first batch.
     """
     key = last_operation((step,))
     operation = MATRIX_OPERATIONS[key]

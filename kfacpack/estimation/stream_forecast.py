@@ -33,7 +33,7 @@ class Gpu:
     """Published figures of a GPU."""
 
     name: str
-    """Name, including the size of the memory if there are several."""
+    """Name, including the size of the memory if the GPU has several variants."""
     memory: float
     """Size of the memory in bytes."""
     half: float
