@@ -1,7 +1,7 @@
 """Decides which calls of a linearised model are recorded and replayed, and computes their gradients.
 
 A program belongs to a signature: shapes and dtypes of the batch, the names in τ, autocast, and settings of torch that
-select kernels. If the program has conditions, there is one for each outcome. It also belongs to a state of the module:
+select kernels. If it has conditions, each outcome has its own program. It also belongs to a state of the module:
 its submodules and attributes, and the tensors among them, by identity. The values of these tensors may change.
 
 A signature is used three times before its program replaces the model. The first use is untraced, because many shapes
