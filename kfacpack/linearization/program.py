@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _READS_NUMBERS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage"))
-"""Methods that read the memory of a tensor without an operation that a dispatch mode sees."""
+"""Methods that read the memory of a tensor without an operation that is visible to a dispatch mode."""
 
 _LITERALS = (int, bool, str, type(None))
 
