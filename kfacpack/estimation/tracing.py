@@ -145,8 +145,8 @@ def drops_rows(device: torch.device) -> bool:
 def kept_rows(mask: Tensor | None, layout: ExampleLayout, gradients: Tensor, examples: int) -> Tensor | None:
     """Returns which rows of an operation are not padding.
 
-    A mask applies to operations with the same number of positions if f does not depend on the masked ones. Operations
-    with other positions, such as those of a decoder, may have the same number of them by coincidence.
+    A mask applies to an operation with the same number of positions if f does not depend on the masked ones. An
+    operation on other positions, such as one of a decoder, may have this number of positions by coincidence.
 
     Args:
         mask: Mask, (N, R), False at padded positions; None if there is no mask.

@@ -336,7 +336,7 @@ def _word_rows(model: Model, task: Task) -> Tensor:
 
 
 def _has_distinct_words(model: Model, task: Task) -> bool:
-    """Returns whether the class names start with different tokens of the model."""
+    """Returns whether the class names start with different tokens, or are scored by all of their tokens."""
     if model.word_weights is None:
         return False
     if _answers(model, task):
