@@ -27,9 +27,9 @@ class EmbeddedModel:
     name: str
     """Name of the model and of its folder."""
     pretrained: Mapping[str, Any]
-    """Image normalisation, which a model config does not contain, with the keys of open_clip's pretrained registry."""
+    """Image normalisation, which is not part of a model config, with the keys of open_clip's pretrained registry."""
     parent: Path = DATA_FOLDER
-    """Folder that contains the model's folder."""
+    """Parent of the model's folder."""
 
     @property
     def config(self) -> Path:
@@ -48,7 +48,7 @@ class EmbeddedModel:
 
     @property
     def revision(self) -> str:
-        """Start of the SHA-256 of the weights."""
+        """First 12 hexadecimal digits of the SHA-256 of the weights file."""
         return sha256(self.weights.read_bytes()).hexdigest()[:12]
 
     @property
@@ -70,7 +70,7 @@ EMBEDDED_MODELS = {model.name: model for model in _EMBEDDED_MODELS}
 
 @cache
 def register() -> None:
-    """Registers the configs, so that `open_clip.create_model` can build the models."""
+    """Registers the configs of the embedded models, so that `open_clip.create_model` can build them."""
     import open_clip
 
     for model in EMBEDDED_MODELS.values():

@@ -2,7 +2,8 @@
 
 Conventions: N images at a time; a field is a float32 array (N, size, size). Coordinates run from -1 to 1 over an image,
 x to the right and y down. A coverage is a field between 0 (background) and 1 (ink). Only + - * / sqrt, floor and
-comparisons are used, element by element: these are exact everywhere, while sines, sums and font rasterisers are not.
+comparisons are used, element by element: unlike sines, sums and font rasterisers, they give the same bits on every
+machine.
 
 Glyphs are outlines of matplotlib's fonts, read as integers by fontTools and filled here. FreeType is not
 used, because its results differ between versions.
@@ -31,7 +32,7 @@ Field = NDArray[np.float32]
 
 
 def grid_points(count: int, size: int = SIZE) -> tuple[Field, Field]:
-    """Returns the x and y of every pixel centre of `count` images."""
+    """Returns the x and y coordinates of the pixel centres of `count` images."""
     axis = (np.arange(size, dtype=np.float32) + np.float32(0.5)) * np.float32(2 / size) - np.float32(1)
     shape = (count, size, size)
     return np.broadcast_to(axis[None, None, :], shape), np.broadcast_to(axis[None, :, None], shape)
@@ -51,7 +52,7 @@ def translate(x: Field, y: Field, centre: tuple[Field, Field], extent: Field) ->
 
 
 def rotate(x: Field, y: Field, half_tangent: Field) -> tuple[Field, Field]:
-    """Rotates coordinates by the angle whose half has this tangent, (N,), which avoids a sine."""
+    """Rotates coordinates. The angle is given by the tangent of its half, (N,), so that no sine is needed."""
     t = per_image(half_tangent)
     norm = np.float32(1) + t * t
     cosine, sine = (np.float32(1) - t * t) / norm, np.float32(2) * t / norm
@@ -59,7 +60,7 @@ def rotate(x: Field, y: Field, half_tangent: Field) -> tuple[Field, Field]:
 
 
 def bend(x: Field, y: Field, rng: CounterRandom, strength: Field, knots: int = 4) -> tuple[Field, Field]:
-    """Displaces coordinates smoothly at random, by up to `strength`, (N,)."""
+    """Displaces coordinates by smooth random fields with values of at most `strength`, (N,)."""
     count = len(x)
     shift = rng.uniform((2, count, knots, knots), -1, 1)
     return (
@@ -69,7 +70,7 @@ def bend(x: Field, y: Field, rng: CounterRandom, strength: Field, knots: int = 4
 
 
 def interpolate(knots: Field, size: int = SIZE) -> Field:
-    """Interpolates values at knots, (N, K, K), over the image."""
+    """Interpolates values on a coarse grid, (N, K, K), at every pixel of an image."""
     count = len(knots)
     x, y = grid_points(count, size)
     return sample_field(knots, x, y)
@@ -79,7 +80,7 @@ def sample_field(images: Field, x: Field, y: Field) -> Field:
     """Samples images bilinearly at given coordinates.
 
     Args:
-        images: (N, S, S), spanning -1 to 1; outside, their border is repeated.
+        images: Images, (N, S, S), that span -1 to 1. Outside, their border is repeated.
         x: Field of x coordinates.
         y: Field of y coordinates.
     """
@@ -103,13 +104,13 @@ def sample_field(images: Field, x: Field, y: Field) -> Field:
 
 
 def stamp_glyph(stamps: Field, x: Field, y: Field) -> Field:
-    """Returns the coverage of glyph images, (N, S, S), that span -1 to 1."""
+    """Samples glyph images, (N, S, S), at given coordinates and returns the coverage. The images span -1 to 1."""
     inside = (np.abs(x) < 1) & (np.abs(y) < 1)
     return np.asarray(np.where(inside, sample_field(stamps, x, y), np.float32(0)), dtype=np.float32)
 
 
 def smooth_step(distance: Field, pixel: Field | float) -> Field:
-    """Returns coverage from the distance to an edge, positive inside; the edge is one `pixel` wide."""
+    """Converts signed distances from an edge, positive inside, to coverage. The transition is one `pixel` wide."""
     return np.clip(distance / pixel + np.float32(0.5), 0, 1)
 
 
@@ -120,7 +121,7 @@ def wave(position: Field) -> Field:
 
 
 def blur(field: Field, amount: Field) -> Field:
-    """Averages each pixel with its neighbours; `amount`, (N,), is from 0 (unchanged) to 1."""
+    """Averages each pixel with its neighbours; `amount`, (N,), ranges from 0 (unchanged) to 1."""
     share = per_image(amount) * np.float32(1 / 3)
     for axis in (1, 2):
         before, after = _shifted(field, axis, 1), _shifted(field, axis, -1)
@@ -129,13 +130,13 @@ def blur(field: Field, amount: Field) -> Field:
 
 
 def dilate(coverage: Field, amount: Field) -> Field:
-    """Thickens strokes (`amount`, (N,), towards 1) or thins them (towards -1)."""
+    """Changes the width of strokes; `amount`, (N,), ranges from -1 (thinner) to 1 (thicker)."""
     smooth = blur(blur(coverage, np.ones(len(coverage), np.float32)), np.ones(len(coverage), np.float32))
     return np.clip((smooth - np.float32(0.4) + np.float32(0.3) * per_image(amount)) * 3 + np.float32(0.4), 0, 1)
 
 
 def blend(ground: Field, ink: Field, coverage: Field) -> Field:
-    """Blends ink over ground by a coverage; colours are (N, 1 or size, 1 or size, 3)."""
+    """Blends ink over a background, weighted by a coverage; colours are (N, 1 or size, 1 or size, 3)."""
     over = coverage[..., None]
     return np.asarray(ground * (1 - over) + ink * over, dtype=np.float32)
 
@@ -146,7 +147,7 @@ def constant_field(colours: Field) -> Field:
 
 
 def pixels(image: Field) -> NDArray[np.uint8]:
-    """Converts values from 0 to 1 to bytes, rounded and clipped."""
+    """Converts values between 0 and 1 to bytes, with rounding and clipping."""
     return np.floor(np.clip(image, 0, 1) * np.float32(255) + np.float32(0.5)).astype(np.uint8)
 
 
@@ -165,20 +166,20 @@ MATPLOTLIB = PackageData("matplotlib", "matplotlib", tested="3.10.0")
 GLYPH_SIZE = 40
 """Width and height of a glyph image in pixels."""
 MARGIN = 2
-"""Empty pixels around a glyph."""
+"""Width in pixels of the empty border around a glyph."""
 SAMPLES = 4
-"""Samples per pixel and axis."""
+"""Number of samples per pixel along each axis."""
 CURVE_SEGMENTS = 6
-"""Line segments per curve."""
+"""Number of line segments that approximate a curve."""
 OutlinePoint = tuple[float, float]
 
 
 @cache
 def render_glyph(character: str, font: str) -> NDArray[np.float32]:
-    """Returns the coverage of a character, (GLYPH_SIZE, GLYPH_SIZE), centred and as large as fits.
+    """Returns the coverage of a character, (GLYPH_SIZE, GLYPH_SIZE), centred and scaled to fit.
 
     Args:
-        character: The character.
+        character: Character to draw.
         font: File name of a font of matplotlib without suffix, such as "DejaVuSans" or "cmr10".
 
     Raises:
@@ -204,7 +205,7 @@ def has_glyph(character: str, font: str) -> bool:
 
 
 def _fill(edges: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Returns the coverage of edges, (E, 2 ends, 2), in samples, filled by the non-zero winding rule."""
+    """Returns the coverage of the area inside edges, (E, 2 ends, 2), in samples, by the non-zero winding rule."""
     size = GLYPH_SIZE * SAMPLES
     winding = np.zeros((size, size + 1), dtype=np.int64)
     middle = np.arange(size) + 0.5
@@ -227,7 +228,7 @@ def _outline(character: str, font: str) -> NDArray[np.float64]:
     from fontTools.pens.basePen import BasePen
 
     class Edges(BasePen):
-        """Collects line segments; curves become several of them."""
+        """Pen that collects line segments. A curve is approximated by several segments."""
 
         def __init__(self, glyphs: Any):
             super().__init__(glyphs)
@@ -265,7 +266,7 @@ def _outline(character: str, font: str) -> NDArray[np.float64]:
 @cache
 def _font(name: str) -> tuple[dict[int, str], Any]:
     """Returns glyph names by code point, and glyphs by name."""
-    require("fonttools", "matplotlib", extra="demo", feature="drawing this task")
+    require("fonttools", "matplotlib", extra="demo", feature="this task")
     from fontTools.ttLib import TTFont
 
     def parse(data: bytes) -> tuple[dict[int, str], Any]:

@@ -1,8 +1,8 @@
 """Tasks drawn by code, with classes that were not part of the pretraining of `tiny`.
 
-`hebrew`: letters as ink on lined paper. `syllabics`: Canadian syllables, which differ by the rotation of a shape,
-between fragments of other syllables. `emblems`: symbols in colour on an uneven background, partly hidden. `weaves`:
-repeating patterns in any two colours, at different scales, rotated and bent.
+`hebrew`: letters in ink on lined paper. `syllabics`: Canadian Aboriginal syllables, many of which differ only in the
+rotation of a shape, next to fragments of other syllables. `emblems`: partly hidden coloured symbols on an uneven
+background. `weaves`: repeating patterns in two random colours, at different scales, rotated and bent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _drawn_task(
     sha256: str,
     package: PackageData | None = MATPLOTLIB,
 ) -> EmbeddedTask:
-    """Returns the task whose splits `draw` draws; see `draw_splits` and `EmbeddedTask`."""
+    """Returns a task whose images are drawn by `draw`; see `draw_splits` and `EmbeddedTask` for the arguments."""
     make = partial(draw_splits, name, sizes, len(classes), draw)
     return EmbeddedTask(name, classes, templates, sizes, source, "Apache-2.0", make, sha256, package)
 
@@ -217,7 +217,7 @@ def bricks(x: Field, y: Field) -> Field:
 
 
 def scales(x: Field, y: Field) -> Field:
-    """Draws rows of arcs, each row over the one above."""
+    """Draws rows of arcs, each of which overlaps the row above."""
     u = wave(x + np.floor(y) * HALF)
     v = y - np.floor(y)
     return np.float32(0.3) - np.abs(np.sqrt(u * u + v * v) - np.float32(0.8))
@@ -230,7 +230,7 @@ def basket(x: Field, y: Field) -> Field:
 
 
 def honeycomb(x: Field, y: Field) -> Field:
-    """Draws hexagonal cells. Their centres form two grids; the nearest centre decides which cell a point is in."""
+    """Draws hexagonal cells. Their centres form two grids; a point belongs to the cell with the nearest centre."""
     high = np.float32(1.7320508)
     first = (np.abs(x - np.floor(x) - HALF), np.abs(y / high - np.floor(y / high) - HALF) * high)
     second = (HALF - first[0], high * HALF - first[1])
@@ -249,12 +249,12 @@ def crosses(x: Field, y: Field) -> Field:
 
 
 def steps(x: Field, y: Field) -> Field:
-    """Draws stairs: stripes that step down at whole numbers."""
+    """Draws stairs: stripes that are shifted at every integer x."""
     return wave(y * HALF + np.floor(x) * np.float32(0.25)) - HALF
 
 
 def triangles(x: Field, y: Field) -> Field:
-    """Draws triangles in rows."""
+    """Draws rows of triangles."""
     part = y - np.floor(y)
     return part - wave(x + np.floor(y) * HALF)
 
@@ -283,7 +283,7 @@ WEAVES: dict[str, Callable[[Field, Field], Field]] = {
     "plaid": plaid,
     "wavy lines": waves,
 }
-"""Patterns by class. Each maps x, y in periods to a signed distance, positive where the second colour is."""
+"""Patterns by class. Each maps x and y, in periods, to a signed distance, which is positive in the second colour."""
 
 
 def load_weaves() -> EmbeddedTask:

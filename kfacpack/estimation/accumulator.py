@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockForecast:
-    """Form and size of one block, before it is computed."""
+    """Forecast of the form and size of one block."""
 
     name: str
     parameters: tuple[str, ...]
@@ -50,7 +50,7 @@ class BlockForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Blocks, size and cost of an estimate, before it is computed."""
+    """Forecast of the blocks, size and cost of an estimate."""
 
     blocks: tuple[BlockForecast, ...]
     frozen: tuple[str, ...]
@@ -66,11 +66,11 @@ class Forecast:
     peak_memory: int
     """Bytes of the weights, the sums, and the tensors that autograd saves for the backward pass of a batch."""
     stored_bytes: int = 0
-    """Bytes of the files that a streamed estimate stores until it is complete, without the bundle."""
+    """Bytes of the temporary files of a streamed estimate, excluding the bundle."""
 
 
 def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput, batch_size: int) -> int:
-    """Estimates the bytes that autograd saves for the backward pass of a batch, without weights, from two examples.
+    """Estimates, from two examples, the bytes that autograd saves for the backward pass of a batch, excluding weights.
 
     Args:
         model: The module whose weights are not counted.
@@ -84,13 +84,13 @@ def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput, batc
 
 
 def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> tuple[int, Tensor]:
-    """Measures the bytes that autograd saves for a backward pass, without weights.
+    """Measures the bytes that autograd saves for a backward pass, excluding weights.
 
     The largest tensor is counted three times, to include its incoming and outgoing gradients.
 
     Args:
         model: The module whose weights are not counted.
-        compute: Computes an output.
+        compute: Function that computes an output.
 
     Returns:
         The number of bytes, and the output.
@@ -126,12 +126,12 @@ class BatchShape:
     rows: int
     passes: int
     mask: Tensor | None
-    """(N, R), False at padded positions."""
+    """Mask, (N, R), False at padded positions."""
 
 
 @dataclass(frozen=True)
 class InputGradients:
-    """Receives the gradients at a tensor that an output is computed from."""
+    """A tensor from which an output is computed, and a function that receives the gradients at this tensor."""
 
     tensor: Tensor
     """A leaf that requires a gradient."""
@@ -140,7 +140,7 @@ class InputGradients:
 
 
 NodeCollectors = dict["Node", list[tuple[Collector, GraphSteps]]]
-"""Collectors by the operation that they read from, each with the path from its parameter."""
+"""Collectors by the operation whose inputs and gradients they collect, each with the path from its parameter."""
 
 
 class CurvatureAccumulator:
@@ -148,13 +148,13 @@ class CurvatureAccumulator:
 
     Args:
         forward: Function from a batch to f.
-        plan: The blocks.
+        plan: Blocks to estimate.
         parameters: Selected parameters, by name.
         probes: Probes to draw.
-        settings: Form of the sums.
+        settings: Dtype, device and form of the sums.
         reference: Index of an example and its f, (C,). If a batch begins with this example, its f must be equal.
-        split_inputs: Whether the first dimension of the inputs is that of the examples, so that f must have as many
-            rows.
+        split_inputs: Whether the first dimension of all inputs is that of the examples, so that their number can be
+            checked against f.
 
     Raises:
         KfacpackError: If more orthogonal probes are requested than f has components.
@@ -212,11 +212,11 @@ class CurvatureAccumulator:
     def add_evaluated(
         self, f: Tensor, batch: ModelInput, numbers: int | Sequence[int], inputs: InputGradients | None = None
     ) -> BatchShape:
-        """Adds a batch whose f is known: one backward pass per probe.
+        """Adds a batch, given its f: one backward pass per probe.
 
         Args:
             f: The output of the model with its graph, (P, C).
-            batch: The batch.
+            batch: Batch that f was computed from.
             numbers: As for `add_batch`.
             inputs: If given, receives the gradients at a tensor that f is computed from.
 
@@ -253,7 +253,7 @@ class CurvatureAccumulator:
     def add_output(
         self, output: Tensor, seeds: Iterable[Tensor], shape: BatchShape, inputs: InputGradients | None = None
     ) -> None:
-        """Adds a batch whose output and gradients at the output are known: one backward pass per gradient.
+        """Adds a batch, given its output and the gradients at the output: one backward pass per gradient.
 
         Args:
             output: f, or the output of a segment of a model, with its graph.
@@ -288,7 +288,9 @@ class CurvatureAccumulator:
 
     def _require_independence(self, output: Tensor, expected: Tensor) -> None:
         if not same_output(output, expected, rounding_unit(self._parameters)):
-            problem = "the output of an example changes with the batch it is in; examples must be independent"
+            problem = (
+                "the output of an example depends on the other examples of its batch; examples must be independent"
+            )
             raise KfacpackError(f"{problem} (a softmax or a normalisation over the batch makes them dependent)")
 
     def _collectors_by_node(self, graph: AutogradGraph) -> NodeCollectors:
@@ -312,7 +314,7 @@ class CurvatureAccumulator:
         *,
         retain: bool,
     ) -> Tensor | None:
-        """Runs one backward pass and its collectors; returns the gradient at a leaf, if it has one."""
+        """Runs one backward pass and its collectors; returns the gradient at `leaf`, or None if there is none."""
         at_leaf: Tensor | None = None
         deferred: list[tuple[Collector, GraphSteps, Tensor]] = []
 
@@ -396,7 +398,7 @@ class CurvatureAccumulator:
 
     @property
     def output_scale(self) -> OutputScale:
-        """Scale of f over the rows added so far."""
+        """Mean square and variance of f over the rows added so far."""
         count = int(self._rows)
         square = float(self._output_squares) / count
         mean = self._output_sum.cpu().double() / count

@@ -69,7 +69,7 @@ VisitFn = Callable[["Node", Tensor, bool], None]
 
 
 class AutogradGraph:
-    """The operations between f and the parameters it was computed from.
+    """The operations by which f was computed from parameters.
 
     Args:
         f: Output with its graph.
@@ -100,13 +100,13 @@ class AutogradGraph:
         return id(parameter) in self._leaves
 
     def leaf(self, tensor: Tensor) -> Node | None:
-        """Returns the node of a leaf, whose gradient is that of the leaf; None if f was not computed from it."""
+        """Returns the node that receives the gradient of a leaf tensor; None if f was not computed from it."""
         return self._leaves.get(id(tensor))
 
     def first_operations(self, parameters: Iterable[Tensor]) -> set[Node]:
-        """Returns every operation that may be the first to combine one of the parameters with anything else.
+        """Returns all operations that may be the first to combine a parameter with other tensors.
 
-        That includes operations whose only differentiable input is computed from one parameter. Operations that only
+        This includes operations whose only differentiable input is computed from one parameter. Operations that only
         reshape or cast a parameter are excluded: their gradient is only available if that of the parameter is computed.
         """
         nodes: set[Node] = set()
@@ -129,8 +129,8 @@ class AutogradGraph:
 
         Args:
             parameter: A parameter that f was computed from.
-            ends: Whether a path ends at its last step. It ends anyway at an operation with another differentiable
-                input.
+            ends: Function that returns whether a path ends at its last step. Every path ends at an operation with
+                another differentiable input.
         """
         return self._paths_from(self._leaves[id(parameter)], (), ends)
 
@@ -199,9 +199,10 @@ def backward_to_nodes(
         f: Output with its graph.
         seed: Gradient at f.
         nodes: Operations to visit.
-        sinks: Nodes from which no other node is reached. They are not executed, and are visited after the backward
-            pass.
-        visit: Called with each operation, the gradient at its output, and whether the backward pass is still running.
+        sinks: Nodes from which the backward pass reaches none of `nodes`. They are not executed, and are visited after
+            the backward pass.
+        visit: Function that is called with each operation, the gradient at its output, and whether the backward pass
+            is still running.
         retain: Whether to keep the graph for another pass.
 
     Raises:
@@ -256,12 +257,12 @@ def _has_one_input(node: Node) -> bool:
 
 
 def backward_to_operand(step: GraphStep, gradient: Tensor) -> Tensor:
-    """Returns the gradient at the input that `step` names, from the gradient at the first output of its operation."""
+    """Returns the gradient at the input `step.slot` of an operation, given the gradient at its first output."""
     return call_backward(step.node, 0, step.slot, gradient)
 
 
 def backward_to_parameter(steps: GraphSteps, gradient: Tensor) -> Tensor:
-    """Returns the gradient at a parameter, from the gradient at the operand of the last of `steps`."""
+    """Returns the gradient at a parameter, given the gradient at the operand of the last of `steps`."""
     for before, after in reversed(list(pairwise(steps))):
         gradient = call_backward(before.node, after.output, before.slot, gradient)
     return gradient

@@ -1,8 +1,9 @@
 """Finds the operations that combine each parameter with the examples, and assigns every parameter to a block.
 
 A parameter that is used once, as the matrix of a product, a convolution or an embedding lookup, gets Kronecker factors,
-together with its bias. Any other parameter that is used once gets its whole G: dense up to 2048 elements, only the
-diagonal above that. Parameters that are used more than once, or whose effect is shared by the examples, are rejected.
+together with its bias. Any other parameter that is used once gets a single matrix G: dense up to 2048 elements, only
+the diagonal above that. Parameters that are used more than once, or in a computation that all examples share, are
+rejected.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from kfacpack.estimation.options import EstimateOptions
 
 
-_EXCLUDE_HINT = "Leave it out: list the other parameters in 'params'"
+_EXCLUDE_HINT = "Leave it out by listing the other parameters in 'params'"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
     Args:
         trace: The trace of the model.
         name: Name of the parameter.
-        parameter: The parameter.
+        parameter: Parameter whose usages are found.
 
     Raises:
         KfacpackError: If the parameter is used in a computation that all examples share.
@@ -106,7 +107,7 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
 
 
 def unsupported_usage(name: str, usages: list[ParamUsage]) -> str:
-    """Returns the error message for a parameter whose several uses cannot be factored."""
+    """Returns the error message for a parameter that is used several times and cannot be factored."""
     operations = ", ".join(operation_name(usage.node) for usage in usages[:8])
     return f"parameter {name!r} is used {len(usages)} times (by {operations}) and cannot be factored. {_EXCLUDE_HINT}"
 
@@ -115,9 +116,9 @@ def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePat
     """Returns a description that locates a usage in the graph of another batch.
 
     Args:
-        usage: The usage.
+        usage: Usage to describe.
         count: Number of usages of the parameter.
-        as_matrix: Whether the parameter is the matrix of a product, which may be executed by another operation.
+        as_matrix: Whether the parameter is the matrix of a product. Another batch may use another operation for it.
     """
     key = last_operation(usage.steps)
     ends = equivalent_products(key) if as_matrix else None
@@ -171,7 +172,7 @@ def _nonzero_rows(marks: Tensor) -> tuple[int, int] | None:
 
 
 def is_bias_of(trace: ModelTrace, bias: ParamUsage, weight: ParamUsage, rows: int) -> bool:
-    """Returns whether a usage adds a bias to the output rows of another usage.
+    """Returns whether a usage adds a bias to the output rows of the operation of another usage.
 
     Args:
         trace: The trace with both usages.
@@ -209,7 +210,7 @@ class PlannedBlock:
     structure: StructureName
     join: Join
     parameter: str
-    """The parameter whose path leads to the operation; a bias is located relative to it."""
+    """The parameter whose path leads to the operation. The bias of a block has no path of its own."""
     path: UsagePath
     layout: ExampleLayout
     is_operand: bool
@@ -217,11 +218,11 @@ class PlannedBlock:
     inputs: int = 0
     """Input group: blocks of one group have the same inputs and share A."""
     few_rows: bool = False
-    """Whether most rows of the gradient are zero, for example because f depends on a single position."""
+    """Whether most rows of the gradient are zero, for example because f depends on only one position."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters, each once."""
+        """Names of the parameters, without duplicates."""
         return tuple(dict.fromkeys(piece.parameter for piece in self.join.pieces))
 
     @property
@@ -298,7 +299,7 @@ def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: Es
     for block in blocks:
         _check_diagonal_blocks(block, options)
     if not blocks:
-        raise KfacpackError("f does not depend on any of the chosen parameters")
+        raise KfacpackError("f does not depend on any of the selected parameters")
     unused = tuple(name for name in parameters if name not in used)
     return BlockPlan(tuple(blocks), unused, trace.f.shape[1])
 
@@ -307,7 +308,9 @@ def _check_diagonal_blocks(block: PlannedBlock, options: EstimateOptions) -> Non
     """Checks that every factor of a block has as many rows as diagonal blocks are requested."""
     side = block.join.rows if block.one_hot else min(block.join.rows, block.join.columns)
     if block.structure == "kronecker" and options.diagonal_blocks > side:
-        problem = f"block {block.name!r} has a factor of side {side}, too small for {options.diagonal_blocks} blocks"
+        problem = (
+            f"block {block.name!r} has a factor of side {side}, which is too small for {options.diagonal_blocks} blocks"
+        )
         raise KfacpackError(f"compress {options.compress!r}: {problem}. Use a smaller K, or exclude it from 'params'")
 
 
@@ -361,7 +364,7 @@ def _layout_of_rows(trace: ModelTrace, name: str, gradients: tuple[Tensor, ...])
 
 
 def _is_mostly_zero(gradients: Tensor, examples: int) -> bool:
-    """Returns whether f is independent of most positions, from the gradients of one of `examples` examples."""
+    """Returns whether f is independent of most positions, given gradients of one of `examples` examples."""
     return bool((gradients != 0).any(1).sum() * 2 * examples < len(gradients))
 
 

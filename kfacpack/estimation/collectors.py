@@ -37,12 +37,12 @@ class CollectorSettings:
     dtype: torch.dtype
     device: torch.device
     reduce: bool = False
-    """KFAC-reduce: positions are combined before products are computed, not after."""
+    """Whether to use KFAC-reduce, which combines positions before products are computed rather than after."""
     blocks: int | None = None
-    """Number of diagonal blocks of each Kronecker factor that are computed; None chooses it by the factor's side."""
+    """Number of diagonal blocks that are computed per Kronecker factor; None to choose it by the side of the factor."""
 
     def blocks_of(self, side: int) -> int:
-        """Returns the number of diagonal blocks that are computed of a Kronecker factor."""
+        """Returns the number of diagonal blocks that are computed for a Kronecker factor with this side."""
         return self.blocks or (WIDE_BLOCKS if side > WIDE_SIDE else 1)
 
 
@@ -52,18 +52,18 @@ class BackwardPass:
 
     examples: int
     mask: Tensor | None
-    """(N, R), False at padded positions."""
+    """Mask, (N, R), False at padded positions."""
     first: bool
     """Whether this is the first pass of the batch, in which inputs are collected as well."""
     collected: dict[int, Hashable] = field(default_factory=dict)
-    """Identity of the inputs that have been collected, by input group."""
+    """Identity of the inputs collected so far, by input group."""
 
 
 class FactorTally:
     """A sum, and the number of positions it includes.
 
     Args:
-        total: The sum.
+        total: Sum that rows are added to.
         device: Device of the number of positions.
     """
 
@@ -92,7 +92,7 @@ class Collector(ABC):
     """Collects the sums of one block.
 
     Args:
-        planned: The block.
+        planned: Block of the plan.
     """
 
     immediate = True
@@ -108,7 +108,7 @@ class Collector(ABC):
         Args:
             steps: Path from the parameter to its operation.
             g: Gradient at the output of the operation.
-            backward_pass: The pass.
+            backward_pass: The current backward pass.
         """
 
     @abstractmethod
@@ -117,10 +117,10 @@ class Collector(ABC):
 
     @abstractmethod
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
-        """Returns the structure of the block, from the finished matrix of every role."""
+        """Returns the structure of the block, given the finished matrix of every role."""
 
     def block(self, matrices: Mapping[str, Matrix]) -> CurvatureBlock:
-        """Returns the finished block, from the finished matrix of every role."""
+        """Returns the finished block, given the finished matrix of every role."""
         return CurvatureBlock(self.planned.name, self.planned.kind, self.planned.join, self.structure(matrices))
 
 
@@ -128,9 +128,9 @@ class KroneckerCollector(Collector):
     """Collects the Kronecker factors A and B of the matrix of a product.
 
     Args:
-        planned: The block.
-        settings: Form of the sums.
-        shared: Sums of A by input group, shared by all collectors; that of a new group is added.
+        planned: Block of the plan.
+        settings: Dtype, device and form of the sums.
+        shared: Sums of A by input group, shared by all collectors. The sum of a new group is added.
     """
 
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings, shared: dict[int, FactorTally]):
@@ -195,11 +195,11 @@ class KroneckerCollector(Collector):
 
 
 class WholeCollector(Collector):
-    """Collects the whole G of a block, or its diagonal, from the gradient of every example at the parameter.
+    """Collects the whole G of a block, or its diagonal, from the gradients of single examples.
 
     Args:
-        planned: The block.
-        settings: Form of the sums.
+        planned: Block of the plan.
+        settings: Dtype, device and form of the sums.
     """
 
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings):
@@ -219,11 +219,11 @@ class WholeCollector(Collector):
 
 
 class VectorCollector(WholeCollector):
-    """Collects G of a parameter that is not the matrix of a product: added, multiplied or used in any other way.
+    """Collects G of a parameter that is not the matrix of a product, but is added, multiplied or used in another way.
 
     Args:
-        planned: The block.
-        settings: Form of the sums.
+        planned: Block of the plan.
+        settings: Dtype, device and form of the sums.
     """
 
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings):
@@ -234,7 +234,7 @@ class VectorCollector(WholeCollector):
         self.immediate = planned.operation.immediate and planned.is_operand
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
-        """Adds the products of every example's gradient."""
+        """Adds the outer product, or the squares, of every example's gradient."""
         if self._operation.immediate:
             g = g.to(self._dtype)  # positions are summed in this dtype
         vectors = self._operation.vectors(steps[-1], g, self.planned.layout, backward_pass.examples)
@@ -245,14 +245,15 @@ class VectorCollector(WholeCollector):
             )
         if vectors.shape[1] != self._G.total.side:
             problem = (
-                f"block {self.planned.name!r} has {self._G.total.side} elements, but {vectors.shape[1]} in this batch"
+                f"block {self.planned.name!r}: expected {self._G.total.side} elements as in the first batch, "
+                f"got {vectors.shape[1]}"
             )
             raise KfacpackError(f"{problem}; a model whose operations depend on its input cannot be estimated")
         self._G.add(vectors)
 
 
 class DiagonalRowCollector(WholeCollector):
-    """Collects the diagonal of G for the matrix of a product: squares of every example's Σ over positions of g aᵀ."""
+    """Collects the diagonal of G for the matrix of a product: the squares of Σ g aᵀ over each example's positions."""
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
         """Adds the squares of every example's gradient."""
@@ -264,7 +265,7 @@ class DiagonalRowCollector(WholeCollector):
             self._G.add(self._example_gradient(example_gradients, rows).reshape(1, -1))
 
     def _example_gradient(self, gradients: Tensor, rows: Tensor) -> Tensor:
-        """Returns g aᵀ: (R, out) and (R, in) or (R,) -> (out, in), with the bias as last column."""
+        """Returns Σ g aᵀ: (R, out) and (R, in) or (R,) -> (out, in), with the bias as the last column."""
         columns = self.planned.join.columns
         if self.planned.one_hot:
             return gradients.new_zeros(gradients.shape[1], columns).index_add_(1, rows.clamp(min=0), gradients.T)
@@ -276,8 +277,8 @@ def collector_for(planned: PlannedBlock, settings: CollectorSettings, shared: di
     """Returns the collector for a planned block.
 
     Args:
-        planned: The block.
-        settings: Form of the sums.
+        planned: Block of the plan.
+        settings: Dtype, device and form of the sums.
         shared: Sums of A by input group, shared by all collectors.
     """
     if planned.structure == "kronecker":

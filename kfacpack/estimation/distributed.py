@@ -1,4 +1,4 @@
-"""Several processes: process groups, ranks, devices, sums over all processes, and the number of jobs and threads."""
+"""Helpers for several processes: process groups, ranks, devices, sums over processes, numbers of jobs and threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kfacpack._torch import copy_each
 from kfacpack.errors import KfacpackError, ProcessLostError, first_line
 
 THREADS = ((50_000_000, 1), (500_000_000, 4), (math.inf, 16))
-"""Number of parameters, and threads per stage of smaller models on a CPU, which gain little from more threads."""
+"""Pairs of an upper limit for the number of parameters, and the number of threads per stage on a CPU."""
 BUCKET_BYTES = 2**25
 """Maximum size of the tensors that are communicated together; a larger tensor is communicated alone, without a copy."""
 _LIBRARY_BYTES = 1_000_000_000
@@ -40,7 +40,7 @@ def _is_distributed() -> bool:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Joins the process group of torchrun or accelerate, if this process was started by one of them.
+    """Context manager that joins the process group of torchrun or accelerate, if one of them started this process.
 
     Args:
         device: Device of this process: NCCL is used on CUDA devices, Gloo on others.
@@ -144,7 +144,7 @@ def _report_lost_process() -> Iterator[None]:
         yield
     except RuntimeError as error:
         problem = f"process {rank()} of {world_size()}: another process was lost: {first_line(error)}"
-        remedy = "See its own output for the cause. Start all processes again with --resume"
+        remedy = "See the output of that process for the cause. Restart all processes with --resume"
         raise ProcessLostError(f"{problem}. {remedy}") from error
 
 
@@ -160,7 +160,7 @@ def _requested_threads() -> int | None:
 
 
 def stage_threads(device: torch.device, parameters: int, requested: int | None = None) -> int:
-    """Returns the number of threads with which a stage of a plan is computed.
+    """Returns the number of threads to use for a stage of a plan.
 
     The number of threads affects rounding. It is therefore independent of the number of processes, so that the results
     of a plan are the same with one process and with several.
@@ -168,7 +168,7 @@ def stage_threads(device: torch.device, parameters: int, requested: int | None =
     Args:
         device: Device of the model.
         parameters: Number of parameters of the model.
-        requested: The requested number. Defaults to OMP_NUM_THREADS. If that is not set, the number depends on the size
+        requested: The requested number. Defaults to OMP_NUM_THREADS. If this is not set, the number depends on the size
             of the model (`THREADS`), up to the number of cores; on GPUs, it is the number of cores per GPU.
     """
     if chosen := requested or _requested_threads():
@@ -198,7 +198,7 @@ def default_jobs(device: torch.device, threads: int) -> int:
 
 
 def worker_bytes(model_bytes: int) -> int:
-    """Returns the memory forecast of a worker: its libraries, and the model with vectors, gradients and optimizer."""
+    """Returns the expected memory of a worker: libraries, and the model with vectors, gradients and optimizer state."""
     return _LIBRARY_BYTES + _MODEL_COPIES * model_bytes
 
 

@@ -75,7 +75,7 @@ def estimate(
         offload: Whether to keep the sums on the CPU, regardless of the model's device.
         metric: "l2" for the squared norm of the change of f. "kl" for the divergence of the output distribution of a
             language model, which needs a model from `kp.load_model`.
-        name: Name of the model in the bundle. Defaults to its own, or to its class.
+        name: Name of the model in the bundle. Defaults to the model's own name, or to the name of its class.
         function: Description of f in the bundle.
         source: Description of the data in the bundle.
 
@@ -142,7 +142,7 @@ def probes_of(model: nn.Module | Model, options: EstimateOptions) -> Probes:
     """Returns the probes of an estimate, with the model's output layer if the metric needs it.
 
     Args:
-        model: The model.
+        model: Model whose curvature is estimated.
         options: The options of the estimate.
 
     Raises:
@@ -182,7 +182,7 @@ def begin_accumulation(
         An accumulator without examples.
 
     Raises:
-        KfacpackError: If a parameter cannot be estimated, or f does not depend on one that `params` names.
+        KfacpackError: If a parameter cannot be estimated, or f does not depend on a parameter in `params`.
     """
     trace, plan = _trace_and_plan(forward, batch, parameters, options)
     settings = options.settings(next(iter(parameters.values())).dtype, device_of(parameters))
@@ -195,7 +195,7 @@ def begin_accumulation(
 def _trace_and_plan(
     forward: Forward, batch: ModelInput, parameters: Mapping[str, Tensor], options: EstimateOptions
 ) -> tuple[ModelTrace, BlockPlan]:
-    """Plans from the first example of a batch, or from a later one if it has nonzero gradients at more operations."""
+    """Plans from the first example of a batch, or from a later one that has nonzero gradients at more operations."""
     best: tuple[ModelTrace, BlockPlan] | None = None
     for example in sorted({0, (batch_size_of(batch) or 1) // 2, (batch_size_of(batch) or 1) - 1}):
         trace = trace_model(forward, batch, parameters, example)

@@ -1,6 +1,6 @@
-"""Running sums that become matrices: at least in float32, in place, and without redundant elements.
+"""Running sums that become matrices. They are updated in place, in at least float32, without redundant elements.
 
-Rows are (P, n). A sum yields its `tensors`, which can be stored, restored and added between processes.
+Rows are (P, n). The `tensors` of a sum can be stored, restored and added up across processes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.schema import triangle_length, widest_block
 
 TILE, STRIP = 768, 192
-"""A triangle is summed in square tiles, those on the diagonal in strips of rows. That computes a few percent of the
-elements above the diagonal, but keeps products large enough to be fast. The columns of each tile are copied together
-first, because products of strided columns are slow."""
+"""Sides of the tiles in which a triangle is summed, and of the strips of rows that divide tiles on the diagonal. A few
+percent of the elements above the diagonal are computed as well, but the products are large enough to be fast. The
+columns of each tile are first copied to contiguous memory, because products of strided columns are slow."""
 
 
 class RunningSum(ABC):
-    """A sum over rows that becomes a matrix."""
+    """A running sum over rows, which becomes a matrix when it is finished."""
 
     side: int
     """Number of rows and columns of the matrix."""
 
     @abstractmethod
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
-        """Adds rows, (P, side) or (P,) indices.
+        """Adds rows, (P, side), or one-hot rows as indices, (P,).
 
         Args:
-            rows: The rows.
+            rows: Rows to add.
             count: Number of rows that are not padding, if padded rows are zero. Defaults to P.
         """
 
@@ -55,7 +55,7 @@ class RunningSum(ABC):
 
     @abstractmethod
     def shape(self) -> Matrix:
-        """Returns the finished matrix without values, from which its size in a bundle follows."""
+        """Returns the finished matrix without values, which determines its size in a bundle."""
 
 
 class TriangleSum:
@@ -100,7 +100,7 @@ class TriangleSum:
         return all(bool(diagonal.isfinite().all()) for diagonal in diagonals)
 
     def pack_into(self, packed: Tensor, divisor: float) -> None:
-        """Writes the divided sum to a packed triangle, and frees each part after it is written."""
+        """Writes the sum divided by `divisor` to a packed triangle, and frees each part after it is written."""
         while self._parts:
             part = self._parts.pop()
             pack_rows(part.values.div_(divisor).cpu(), part.row, part.left, packed)
@@ -108,7 +108,7 @@ class TriangleSum:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Rows of a triangle, starting at column `left`: the products of the columns of two tiles."""
+    """Consecutive rows of a triangle, starting at column `left`. They are products of the columns of two tiles."""
 
     row: int
     left: int
@@ -175,7 +175,7 @@ class GramSum(RunningSum):
         return all(triangle.is_finite() for triangle in self._triangles)
 
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
-        """Returns the divided sum, which is packed on first access."""
+        """Returns the sum divided by `divisor`. The matrix is packed on first access."""
         shape = self._data_shape
         # Packed on demand: saving reads the matrix once anyway, and other uses may never need it.
         components = LazyTensors((FILE_TYPES[self._dtype], shape), lambda: self._packed(divisor).reshape(shape))
@@ -206,7 +206,7 @@ class GramSum(RunningSum):
 
 
 class DiagonalSum(RunningSum):
-    """A sum that is a diagonal matrix, or only the diagonal of one.
+    """A running sum that is a diagonal matrix, or the diagonal of a matrix.
 
     Args:
         side: Number of elements of the diagonal.
@@ -234,7 +234,7 @@ class DiagonalSum(RunningSum):
         return bool(self._values.isfinite().all())
 
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
-        """Returns the divided sum."""
+        """Returns the sum divided by `divisor`."""
         return Diagonal.of(self._values.cpu().div_(divisor), examples=examples, positions=positions)
 
 
@@ -247,11 +247,11 @@ class SquareSum(DiagonalSum):
 
 
 class CountSum(DiagonalSum):
-    """Number of occurrences of every index: Σ x xᵀ of one-hot rows, passed as indices. Negative indices are ignored."""
+    """The sum Σ x xᵀ over one-hot rows, given as indices: the count of every index. Negative indices are ignored."""
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
         """Adds one-hot rows, as (P,) indices."""
-        # Not bincount of rows[rows >= 0]: on a GPU, both would wait for the device. -1 counts in element 0.
+        # Not bincount of rows[rows >= 0]: on a GPU, both would wait for the device. Index -1 is counted in element 0.
         indices = rows.to(torch.int64).clamp(min=-1) + 1
         counts = torch.zeros(self.side + 1, dtype=torch.int64, device=rows.device)
         self._add(counts.scatter_add_(0, indices, torch.ones_like(indices))[1:])

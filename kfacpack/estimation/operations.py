@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class MatrixOperation(ABC):
-    """An operation whose output rows are its input rows times one matrix: a block with Kronecker structure."""
+    """An operation that multiplies its input rows by one matrix, which gives a block with Kronecker structure."""
 
     kind: str
     """Name of the operation in bundles."""
@@ -57,7 +57,7 @@ class MatrixOperation(ABC):
 
     @abstractmethod
     def supports(self, node: Node) -> bool:
-        """Returns whether this call is supported. Calls with groups or scaling are not."""
+        """Returns whether this call is supported; calls with groups or scaling are not."""
 
     @abstractmethod
     def inputs(self, node: Node) -> Tensor:
@@ -73,7 +73,7 @@ class MatrixOperation(ABC):
 
 
 class VectorOperation(ABC):
-    """An operation whose per-example gradients at the operand are cheap to compute: a dense or diagonal block."""
+    """An operation whose per-example gradients at the operand are computed, which gives a dense or diagonal block."""
 
     kind: str
     """Name of the operation in bundles."""
@@ -110,7 +110,7 @@ class MatmulRight(MatrixOperation):
         return product_scales(node) == (1, 1) and _is_single_product(node)
 
     def inputs(self, node: Node) -> Tensor:
-        """Returns the rows."""
+        """Returns the rows that are multiplied by the operand."""
         return _as_matrix(saved(node, self._rows))
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
@@ -143,16 +143,16 @@ class LinearOperation(MatrixOperation):
     bias_slot = 2
 
     def supports(self, node: Node) -> bool:
-        """Returns True."""
+        """Returns True: all calls are supported."""
         return True
 
     def inputs(self, node: Node) -> Tensor:
-        """Returns the rows of all leading dimensions."""
+        """Returns the input with all leading dimensions flattened."""
         rows: Tensor = saved(node, "input")
         return rows.reshape(-1, rows.shape[-1])
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns the rows of all leading dimensions."""
+        """Returns g with all leading dimensions flattened."""
         return g.reshape(-1, g.shape[-1])
 
     def identity(self, node: Node) -> Hashable:
@@ -182,12 +182,12 @@ class ConvolutionOperation(MatrixOperation):
         return not arguments.transposed and arguments.groups == 1
 
     def inputs(self, node: Node) -> Tensor:
-        """Returns the patches."""
+        """Returns the patches, (P, in * kernel size)."""
         arguments = convolution_arguments(node)
         return patches(arguments.input, arguments.kernel, arguments.stride, arguments.padding, arguments.dilation)
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns g with the channels last."""
+        """Returns g as rows, with the channels as columns."""
         return g.movedim(1, -1).reshape(-1, g.shape[1])
 
     def identity(self, node: Node) -> Hashable:
@@ -219,14 +219,14 @@ def patches(
 
 
 class EmbeddingOperation(MatrixOperation):
-    """An embedding lookup with the operand (vocabulary, width)."""
+    """An embedding lookup, whose operand is the table (vocabulary, width)."""
 
     kind = "embedding"
     operand_is_transposed = True
     one_hot = True
 
     def supports(self, node: Node) -> bool:
-        """Returns False if the lookup scales gradients by frequency."""
+        """Returns whether the lookup does not scale gradients by frequency."""
         return not embedding_arguments(node).scale_grad_by_freq
 
     def inputs(self, node: Node) -> Tensor:
@@ -236,7 +236,7 @@ class EmbeddingOperation(MatrixOperation):
         return torch.where(indices == arguments.padding_index, -1, indices)
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns the rows of all leading dimensions, zero at the padding index."""
+        """Returns g with all leading dimensions flattened. Rows of the padding index are zero."""
         g = g.reshape(-1, g.shape[-1])
         return g * (self.inputs(node) >= 0)[:, None]
 
@@ -381,7 +381,7 @@ def matrix_operation_of(step: GraphStep) -> MatrixOperation:
     """Returns the matrix operation of a step that was planned as one.
 
     Raises:
-        KfacpackError: If it has groups or scaling that it did not have in the first batch.
+        KfacpackError: If the operation has groups or scaling that it did not have in the first batch.
     """
     key = last_operation((step,))
     operation = MATRIX_OPERATIONS[key]

@@ -37,7 +37,7 @@ from kfacpack.format.manifest import (
 )
 
 RowNumber: TypeAlias = tuple[int, int]
-"""Index of an example, and of a row of f among those of the example."""
+"""Index of an example, and index of a row of f within the example."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Probes:
     """Number of random probes per example."""
     seed: int = 0
     output_layer: Tensor | None = field(default=None, compare=False, repr=False)
-    """W, (vocabulary, C), with the metric `kl`; None for `l2`."""
+    """Output layer of the model, (vocabulary, C), for the metric `kl`; None for `l2`."""
 
     def __post_init__(self) -> None:
         if self.fisher not in ("mc", "exact"):
@@ -75,7 +75,7 @@ class Probes:
         """
         if self.fisher == "mc" and self.kind == "orthogonal" and self.samples > width and self.output_layer is None:
             problem = f"expected at most {width} orthogonal probes for an output of width {width}, got {self.samples}"
-            raise KfacpackError(f"{problem}. {width} probes are exact: use fisher 'exact'")
+            raise KfacpackError(f"{problem}. To cover all directions, use fisher 'exact'")
 
     def passes(self, width: int, rows: int = 1) -> int:
         """Returns the number of backward passes for a batch whose examples have at most `rows` rows."""
@@ -90,7 +90,7 @@ class Probes:
         """Yields the probes of the rows, (P, C), one tensor per pass.
 
         Args:
-            numbers: Numbers of the P rows.
+            numbers: Indices of the P rows and of their examples.
             f: The rows, (P, C).
         """
         width = f.shape[1]
@@ -124,7 +124,7 @@ class Probes:
 
 
 ROWS_AT_ONCE = 256
-"""Number of rows whose distributions over the vocabulary are in memory at the same time."""
+"""Maximum number of rows of f whose distributions over the vocabulary are in memory at the same time."""
 
 
 def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterator[Tensor]:
@@ -199,7 +199,7 @@ class EstimateOptions:
             raise KfacpackError(f"metric {self.metric!r}: expected 'l2' or 'kl'")
         if self.metric == "kl" and self.probe != "orthogonal":
             problem = "with the metric 'kl', probes are drawn from the output distribution"
-            raise KfacpackError(f"probe {self.probe!r}: {problem}; leave the option out")
+            raise KfacpackError(f"probe {self.probe!r}: {problem}; omit the option")
 
     @property
     def probes(self) -> Probes:
@@ -208,7 +208,7 @@ class EstimateOptions:
 
     @cached_property
     def chain(self) -> CodecChain:
-        """Codecs that the result is compressed with."""
+        """Codecs with which the result is compressed."""
         return CodecChain() if self.compress is None else CodecChain.parse(self.compress)
 
     @property
@@ -222,7 +222,7 @@ class EstimateOptions:
         return EXPAND if self.sharing == "expand" else REDUCE
 
     def settings(self, dtype: torch.dtype, device: torch.device) -> CollectorSettings:
-        """Returns the form of the sums for a model with this dtype and device."""
+        """Returns the settings of the sums for a model with this dtype and device."""
         return CollectorSettings(
             dtype=torch.promote_types(torch.float32, dtype),
             device=torch.device("cpu") if self.offload else device,

@@ -1,4 +1,4 @@
-"""Partial files: the state of interrupted work. Resumed work gives the same bytes as uninterrupted work.
+"""Partial files with the state of interrupted runs. A resumed run gives the same bytes as an uninterrupted one.
 
 A layer-by-layer estimate also stores the inputs, arguments and gradients of its layers (`StreamFiles`).
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 SAVE_INTERVAL = 30.0
-"""Default number of seconds between two saves. Work is saved at the end of a batch."""
+"""Default number of seconds between two saves. The state is saved at the end of a batch."""
 
 _MIN_INTERVAL = 20
 """Minimum interval between two saves, in multiples of the time that a save takes."""
@@ -40,19 +40,19 @@ _KEY = "kfacpack_partial"
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user requested the stop
-    """Raised when work is stopped on request, after its state was saved."""
+    """Raised when a run is stopped on request, after its state has been saved."""
 
 
 class Resumable(Protocol):
     """Work that can be saved and resumed."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Returns all tensors of the state by name. They are modified in place when work is resumed."""
+        """Returns all tensors of the state, with their names. They are modified in place when the work is resumed."""
 
 
 @dataclass
 class PartialFile:
-    """The file in which the state of some work is saved."""
+    """The file to which the state of unfinished work is saved."""
 
     path: Path
     description: str
@@ -72,7 +72,7 @@ class PartialFile:
         """Saves the work if enough time has passed since the last save.
 
         Args:
-            work: The work.
+            work: Work whose state is saved.
             done: Number of batches that are done.
             now: Whether to save regardless of the interval.
 
@@ -162,7 +162,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def require_unfinished(output: Path) -> None:
-    """Checks that work to be resumed is not finished yet.
+    """Checks that a run to be resumed is not finished.
 
     Raises:
         KfacpackError: If the output exists and there is no partial file beside it.
@@ -174,7 +174,7 @@ def require_unfinished(output: Path) -> None:
 
 @contextmanager
 def output_path(output: str | os.PathLike[str] | None, filename: str, *, resume: bool) -> Iterator[Path]:
-    """Context manager that yields the path to write.
+    """Context manager that yields the path of the output file.
 
     Args:
         output: The path; None for a file in a temporary folder, which is removed on exit.
@@ -190,7 +190,7 @@ def output_path(output: str | os.PathLike[str] | None, filename: str, *, resume:
     if output is not None:
         yield Path(output)
     elif resume:
-        raise KfacpackError("resume=True needs an output: without one, no state is kept on disk")
+        raise KfacpackError("resume=True needs an output: without one, no state is saved")
     else:
         with TemporaryDirectory() as folder:
             yield Path(folder) / filename
@@ -208,10 +208,10 @@ def require_writable_folder(output: Path) -> None:
 
 
 class StreamFiles:
-    """The files of a streamed estimate.
+    """The temporary files of a streamed estimate.
 
     Args:
-        folder: Folder of the files, which is created.
+        folder: Folder of the files. It is created if it does not exist.
         device: Device of the tensors that are read.
     """
 
@@ -234,7 +234,7 @@ class StreamFiles:
         try:
             save_file(content, path, {"description": json.dumps(description)})
         except (SafetensorError, OSError) as error:
-            raise KfacpackError(f"{path}: cannot be written: {error}. Free some space and use --resume") from error
+            raise KfacpackError(f"{path}: cannot be written: {error}. Free disk space and use --resume") from error
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
         """Reads the tensors of a file and its description.
@@ -260,14 +260,14 @@ class StreamFiles:
 
 
 class ArgumentEncoder:
-    """Describes the arguments of layers as JSON; tensors that several layers receive are stored once."""
+    """Encodes the arguments of layers as JSON. Tensors that several layers receive are stored once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
 
     def encode(self, value: Any) -> Any:
-        """Returns the description of an argument.
+        """Returns an argument as JSON values, with names in place of tensors.
 
         Raises:
             KfacpackError: If it is neither a tensor nor a plain value.
@@ -287,7 +287,7 @@ class ArgumentEncoder:
 
 
 def decode_arguments(entry: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the arguments that `ArgumentEncoder` described."""
+    """Decodes arguments that were encoded by `ArgumentEncoder`."""
     if "tensor" in entry:
         return tensors[entry["tensor"]]
     if "list" in entry:

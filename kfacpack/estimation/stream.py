@@ -2,7 +2,7 @@
 
 A model is divided into segments: its stem, its layers and its head (`kfacpack.models.layer_list`). A forward pass over
 all batches stores the inputs of every layer. A backward pass then goes from the head to the stem: a segment is
-computed again from its stored inputs, with a graph; its factors are accumulated from the gradients at its output; the
+recomputed from its stored inputs, with a graph; its factors are accumulated from the gradients at its output; the
 gradients at its inputs are stored for the segment before it; and its factors are written. At any time, one segment and
 one batch are in memory. Probes, sums and their order are those of an ordinary estimate, and so is the result.
 
@@ -67,9 +67,9 @@ class SegmentPlans:
     reference: Tensor
     """f of the first example, (C,)."""
     zero_gradients: list[int]
-    """Number of operations without a gradient, by segment."""
+    """Number of operations at which the gradient is zero, by segment."""
     bases: list[Base | None]
-    """Identity of the covered parameters, by segment; None for a segment without blocks."""
+    """Names and digests of the covered parameters, by segment; None for a segment without blocks."""
 
     @property
     def weights(self) -> str:
@@ -83,7 +83,7 @@ class SegmentPlans:
 
     @property
     def first_needed(self) -> int:
-        """Index of the first layer that gradients have to reach; 0 also for the stem."""
+        """Index of the first layer that gradients have to reach; 0 if they have to reach the stem."""
         return 0 if self.stem.blocks else next((i for i, p in enumerate(self.layers) if p.blocks), len(self.layers))
 
 
@@ -101,7 +101,7 @@ class _Progress:
         self.shapes = torch.zeros(self.batches, 2, dtype=torch.int64)
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields all tensors by name."""
+        """Returns all tensors, with their names."""
         return [("shapes", self.shapes), ("scale", self.scale)]
 
 
@@ -139,7 +139,7 @@ class LayerStream:
                 yield layer, parameters
 
     def representatives(self) -> list[int]:
-        """Returns, for every layer, the first layer with parameters of the same names, shapes and selection."""
+        """Returns, for every layer, the index of the first layer with equal parameter names, shapes and selection."""
         first: dict[object, int] = {}
         kinds = []
         for index, layer in enumerate(self.layers.layers):
@@ -148,13 +148,13 @@ class LayerStream:
             kinds.append(first.setdefault(tuple(parameters), index))
         return kinds
 
-    def plan(self, batch: ModelInput, *, alike: bool = False) -> SegmentPlans:
+    def plan(self, batch: ModelInput, *, one_per_kind: bool = False) -> SegmentPlans:
         """Plans the blocks of every segment from one example of a batch, as an ordinary estimate does.
 
         Args:
             batch: The first batch, on the device of the model.
-            alike: Whether to plan one layer of each kind only, and to leave out the identity of the weights, for
-                forecasts. The names in the plans of other layers are those of the first one of their kind.
+            one_per_kind: Whether to plan only one layer of each kind, without the identity of the weights, for
+                forecasts. The plans of other layers contain the names of the first layer of their kind.
 
         Raises:
             KfacpackError: If a parameter cannot be estimated, or the model cannot be divided into segments.
@@ -164,7 +164,7 @@ class LayerStream:
             raise KfacpackError(f"the tensors of a batch differ in their first dimension. {ORDINARY}")
         best: SegmentPlans | None = None
         for example in sorted({0, size // 2, size - 1}):
-            plans = self._plan_from(batch, example, check=best is None, alike=alike)
+            plans = self._plan_from(batch, example, check=best is None, one_per_kind=one_per_kind)
             if best is None:
                 best = plans
             else:
@@ -179,14 +179,14 @@ class LayerStream:
         require_used(BlockPlan(covered, unused, best.head.width), self.params)
         return best
 
-    def _plan_from(self, batch: ModelInput, example: int, *, check: bool, alike: bool) -> SegmentPlans:
+    def _plan_from(self, batch: ModelInput, example: int, *, check: bool, one_per_kind: bool) -> SegmentPlans:
         doubled = map_tensors(batch, lambda tensor: tensor[[example, example]])
         rows = (rows_per_example(batch) or [1] * (example + 1))[example]
         if check:
             self.layers.check(doubled)
         hidden, calls = self.layers.stem(doubled)
         inputs = [hidden.detach()]
-        kinds = self.representatives() if alike else list(range(len(self.layers)))
+        kinds = self.representatives() if one_per_kind else list(range(len(self.layers)))
         for index, call in enumerate(calls):
             if kinds[index] != index:
                 inputs.append(inputs[-1])
@@ -211,7 +211,7 @@ class LayerStream:
                 g = torch.zeros_like(output) if g is None else g
                 trace = trace_output(output, [g], parameters, **common, inputs=leaf)
                 plan = _plan_of(trace, parameters, self.options, width)
-                of_layers[index] = plan, None if alike else self._identity(plan), trace.zero_gradients
+                of_layers[index] = plan, None if one_per_kind else self._identity(plan), trace.zero_gradients
             g = trace.input_gradient
         stem, stem_zeros = BlockPlan((), (), width), 0
         hidden, _ = self.layers.stem(doubled)
@@ -237,16 +237,16 @@ class LayerStream:
         return self.model.base(covered) if covered else None
 
     def _require_one_segment(self, stem: BlockPlan, head: BlockPlan) -> None:
-        """Checks that no parameter is used in the stem and in the head."""
+        """Checks that no parameter is used in both the stem and the head."""
         in_stem, in_head = ({name for block in plan.blocks for name in block.parameters} for plan in (stem, head))
         if both := sorted(in_stem & in_head):
-            problem = f"parameter {both[0]!r} is used before the first and after the last layer"
+            problem = f"parameter {both[0]!r} is used both before the first layer and after the last layer"
             raise KfacpackError(f"{problem}, so the model cannot be estimated layer by layer. {ORDINARY}")
 
     def accumulator(
         self, plan: BlockPlan, parameters: Mapping[str, Tensor], reference: tuple[int, Tensor] | None = None
     ) -> CurvatureAccumulator:
-        """Returns an accumulator without examples for a segment."""
+        """Returns an empty accumulator for a segment."""
         dtype = next(iter(self.selected.values())).dtype
         settings = self.options.settings(dtype, self.device)
         probes = probes_of(self.model, self.options)
@@ -321,7 +321,7 @@ class StreamedEstimate:
         return steps
 
     def _advance(self, batch: int) -> None:
-        """Reports the progress after a batch, and stops if requested."""
+        """Reports the progress after a batch, and raises `Interrupted` if a stop was requested."""
         self._units += len(self.numbers[batch])
         self.on_progress(self._units * self._total // self._all_units, self._total)
         if self.stopped():
@@ -350,7 +350,7 @@ class StreamedEstimate:
 
     def _layer_forward(self, index: int) -> None:
         """Stores the outputs of a layer."""
-        # With gradients, because modules such as nn.MultiheadAttention compute differently without.
+        # With gradients, because modules such as nn.MultiheadAttention use other kernels without them.
         needs_gradient = index > self.plans.first_needed or bool(self.plans.stem.blocks)
         with self.stream.layer(index) as (layer, _):
             for batch in range(len(self.numbers)):
@@ -376,7 +376,7 @@ class StreamedEstimate:
         self._write(accumulator, count + 1)
 
     def _gradients(self, index: int, batch: int, inputs: Tensor) -> InputGradients | None:
-        """Returns a store of the gradients at the inputs of a layer, if an earlier segment needs them."""
+        """Returns a store for the gradients at the inputs of a layer; None if no earlier segment needs them."""
         if index <= self.plans.first_needed and not (index == 0 and self.plans.stem.blocks):
             return None
         return InputGradients(
@@ -472,5 +472,5 @@ class StreamedEstimate:
                 yield BlockCompressionReport(**values)
 
     def remove_files(self) -> None:
-        """Removes the folder."""
+        """Removes the folder with the temporary files."""
         shutil.rmtree(self.files.folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Forecasts the blocks, size, time, disk space and memory of a layer-by-layer estimate.
 
 One layer of each kind is planned and measured. No weights are needed: a model that is loaded with `loading="shapes"`
-has arbitrary values. For a GPU that is not available, the time follows from the number of floating-point operations.
+has arbitrary values. The time on a GPU that is not available is computed from the number of floating-point operations.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Gpu:
     """Published figures of a GPU."""
 
     name: str
-    """Name, with its memory if there are several sizes."""
+    """Name, including the size of the memory if the GPU has several variants."""
     memory: float
-    """Bytes."""
+    """Size of the memory in bytes."""
     half: float
-    """Floating-point operations per second in bfloat16, dense."""
+    """Dense floating-point operations per second in bfloat16."""
     single: float
     """Floating-point operations per second in float32, in which factors are accumulated."""
 
@@ -53,14 +53,15 @@ GPUS = (
 EFFICIENCY = 0.4
 """Assumed fraction of a GPU's published speed."""
 DISK_SPEED = 1e9
-"""Assumed bytes per second of the disk."""
+"""Assumed speed of the disk in bytes per second."""
 
 
 def find_gpu(name: str) -> Gpu:
     """Returns the figures of a GPU.
 
     Args:
-        name: Its name, in upper or lower case. Without its memory, such as `A100`, the first size is returned.
+        name: Name of the GPU, in upper or lower case. If the name does not contain the size of the memory (`A100`), the
+            first size in `GPUS` is used.
 
     Raises:
         KfacpackError: If the name is unknown.
@@ -82,7 +83,7 @@ class _Segment:
     sums: int
     """Bytes of its sums."""
     peak: int
-    """Bytes of everything that is in memory while it is computed or written, without weights outside of layers."""
+    """Maximum bytes in memory while it is computed or written, excluding weights outside of layers."""
     flops: int = 0
     """Floating-point operations of its forward pass, for one batch."""
     sum_flops: int = 0
@@ -108,14 +109,14 @@ def forecast_stream(
         examples: Number of examples.
         batches: Number of batches.
         gpu: GPU to forecast the time for; by default it is measured on this machine.
-        keeps_segments: Whether the files of the segments become those of the bundle, so that none is copied.
+        keeps_segments: Whether the files of the segments become the files of the bundle, rather than being copied.
 
     Returns:
         The forecast.
     """
     module, layers = stream.model.module, stream.layers
     with eval_mode(module, stream.outer):
-        plans = stream.plan(batch, alike=True)
+        plans = stream.plan(batch, one_per_kind=True)
         size = batch_size_of(batch) or 1
         passes = stream.options.probes.passes(plans.head.width, max(rows_per_example(batch) or [1]))
         pair = map_tensors(batch, lambda tensor: tensor[[0, 0]])
@@ -169,7 +170,7 @@ def forecast_stream(
 
 
 def _unmeasured(stream: LayerStream, plan: BlockPlan) -> _Segment:
-    """Returns the blocks and sums of the stem or the head, whose time is small."""
+    """Returns the blocks and sums of the stem or the head, whose time is negligible."""
     accumulator = stream.accumulator(plan, {})
     return _Segment(accumulator.forecasts(stream.options.chain), 0, accumulator.nbytes, 0)
 
@@ -177,7 +178,7 @@ def _unmeasured(stream: LayerStream, plan: BlockPlan) -> _Segment:
 def _measured(
     stream: LayerStream, plan: BlockPlan, layer: nn.Module, call: LayerCall, hidden: Tensor, size: int, passes: int
 ) -> _Segment:
-    """Returns the costs of a layer for a batch of `size` examples, from two examples."""
+    """Returns the costs of a layer for a batch of `size` examples, extrapolated from two examples."""
     accumulator = stream.accumulator(plan, {})
     with FlopCounterMode(display=False) as counter:
         saved, _ = saved_bytes(layer, lambda: call.run(layer, hidden.detach().requires_grad_()))
@@ -207,7 +208,7 @@ def _seconds(
     batch: ModelInput,
     passes: int,
 ) -> float:
-    """Measures the time of a layer for one batch: two forward passes, and the backward passes."""
+    """Measures the time of two forward passes and the backward passes of a layer, for one batch."""
     parameters = {name: dict(layer.named_parameters())[name.removeprefix(p)] for p, name in _own_names(stream, plan)}
     accumulator = stream.accumulator(plan, parameters)
     examples = batch_size_of(batch) or 1
@@ -227,7 +228,7 @@ def _own_names(stream: LayerStream, plan: BlockPlan) -> list[tuple[str, str]]:
 
 
 def _renamed(blocks: Sequence[BlockForecast], old: str, new: str) -> tuple[BlockForecast, ...]:
-    """Returns the blocks of a layer with the names of another layer of the same kind."""
+    """Returns the blocks of a layer, renamed to those of another layer of the same kind."""
     return tuple(
         replace(
             block,

@@ -112,7 +112,7 @@ def estimate_task(
         The curvature. Its manifest describes the model, the task and the options.
 
     Raises:
-        KfacpackError: If the model, the task or the options do not fit together.
+        KfacpackError: If the model, the task and the options are not compatible.
         Interrupted: If `stopped` returned True.
 
     Example:
@@ -137,7 +137,7 @@ def estimate_task(
 
 @dataclass
 class TaskEstimate:
-    """An estimate that is ready to run or to be forecast."""
+    """An estimate that can be run or forecast."""
 
     model: Model
     task: Task
@@ -149,11 +149,11 @@ class TaskEstimate:
     params: tuple[str, ...] | None = None
     """Names or patterns; None covers all parameters that the model family does not freeze."""
     shard: tuple[int, int] = (1, 1)
-    """(k, n): every n-th example, starting at the k-th."""
+    """Shard (k, n): every n-th example, starting at the k-th."""
     stream: bool = False
     """Whether to estimate layer by layer."""
     stream_folder: Path | None = None
-    """Folder of the stored inputs and gradients of layers; None for one beside the output."""
+    """Folder of the stored inputs and gradients of layers; None for a folder beside the output."""
     max_shard_size: str | None = None
     """Maximum size of the files of a bundle with an index; a streamed estimate writes one file per segment."""
     report: CompressionReport | None = field(default=None, init=False)
@@ -318,7 +318,7 @@ class TaskEstimate:
             )
 
     def _prepared(self, own_batches: Sequence[Sequence[int]]) -> Generator[Batch, None, None]:
-        """Yields the prepared batches of these examples."""
+        """Yields the prepared batches of the examples with these indices."""
         return batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own_batches])
 
     def _batch(self, indices: Iterable[int], device: torch.device | None = None) -> ModelInput:
@@ -327,10 +327,10 @@ class TaskEstimate:
         return batch
 
     def _request(self, planned: Sequence[PlannedBlock], weights: str) -> dict[str, Any]:
-        """Returns the settings that must be unchanged to resume from a saved state.
+        """Returns the settings that must not change between a saved state and a resumed run.
 
         Args:
-            planned: The blocks.
+            planned: Planned blocks of the estimate.
             weights: Digest of the weights.
         """
         model = self.model

@@ -77,10 +77,10 @@ class ExampleLayout:
 
 
 def layout_of_doubled(g: Tensor, noise: float = 0.0) -> ExampleLayout | None:
-    """Returns the layout of the gradient of one example passed twice, the second copy with a doubled seed.
+    """Returns the layout of the gradient of one example passed twice, with a doubled seed for the second copy.
 
     Args:
-        g: The gradient.
+        g: Gradient at the output of an operation.
         noise: Elements up to this magnitude count as zero, which is compatible with every layout.
 
     Returns:
@@ -134,7 +134,7 @@ def _candidates(shape: tuple[int, ...], examples: int) -> Iterator[ExampleLayout
 
 
 def drops_rows(device: torch.device) -> bool:
-    """Returns whether rows that are padding or zero are dropped on a device.
+    """Returns whether padded and zero rows are dropped on a device.
 
     The number of remaining rows depends on their values, so dropping rows would synchronise with a GPU for every
     block. There, padded rows are set to zero instead, and products include all rows.
@@ -145,18 +145,18 @@ def drops_rows(device: torch.device) -> bool:
 def kept_rows(mask: Tensor | None, layout: ExampleLayout, gradients: Tensor, examples: int) -> Tensor | None:
     """Returns which rows of an operation are not padding.
 
-    A mask applies to operations with as many positions if f does not depend on the masked ones. Other operations,
-    such as those of a decoder, may have the same number of positions by coincidence.
+    A mask applies to an operation with the same number of positions if f does not depend on the masked ones. An
+    operation on other positions, such as one of a decoder, may have this number of positions by coincidence.
 
     Args:
-        mask: (N, R), False at padded positions; None for no mask.
+        mask: Mask, (N, R), False at padded positions; None if there is no mask.
         layout: Layout of the examples in the rows.
         gradients: Gradient of f at the rows, (P, out).
-        examples: N.
+        examples: Number of examples.
 
     Returns:
-        (P,); None if all rows are kept. Where rows are not dropped (see `drops_rows`), a mask that does not
-        apply is returned as all True, which avoids a synchronisation.
+        A mask of the rows, (P,); None if all rows are kept. On devices where rows are not dropped (see `drops_rows`),
+        it is all True if the mask does not apply, because None would require a synchronisation.
     """
     if mask is None or layout.order == "whole" or len(gradients) != mask.numel() or len(mask) != examples:
         return None
@@ -173,7 +173,7 @@ def by_example(rows: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
         KfacpackError: If the layout has one position per example, and these rows have more.
     """
     if layout.order == "whole" and len(rows) != examples:
-        problem = f"an operation had one position in the first batch, but now has {len(rows) // examples}"
+        problem = f"an operation had one position per example in the first batch, but now has {len(rows) // examples}"
         raise KfacpackError(f"{problem}; start with a batch that has as many positions as the others")
     split = layout.by_example(rows, examples)
     return split[:, None] if layout.order == "whole" else split
@@ -211,19 +211,19 @@ class ModelTrace:
     precision: float = 0.0
     """Relative rounding error of the parameters; that of f is taken into account as well."""
     zero_gradients: int = 0
-    """Number of operations where this example has no gradient, so that another example may be more informative."""
+    """Number of operations at which the gradient of this example is zero. Another example may be more informative."""
     input_gradient: Tensor | None = None
     """Gradient at the inputs of a segment, in a trace of a part of a model; None in other traces."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
 
     def layout(self, node: Node) -> ExampleLayout | None:
-        """Returns the layout of an operation's output; None if the examples are not separate there."""
+        """Returns the layout of an operation's output; None if it does not separate the examples."""
         if node not in self._layouts:
             self._layouts[node] = self.layout_of(self.gradients[node]) if node in self.gradients else None
         return self._layouts[node]
 
     def layout_of(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
-        """Returns the layout of gradients of the same form as in `gradients`; None if examples share elements."""
+        """Returns the layout of gradients in the form of the values of `gradients`; None if examples share elements."""
         if len(gradients) == 1:
             return layout_of_doubled(gradients[0])
         return layout_of_two(gradients[0], gradients[1], self.examples)
@@ -319,7 +319,7 @@ def trace_output(
     nodes = graph.first_operations(parameter for parameter in parameters.values() if graph.uses(parameter))
     if not nodes and inputs is None:
         names = ", ".join(list(parameters)[:3])
-        problem = f"f does not depend on any of the chosen parameters ({names}, …)"
+        problem = f"f does not depend on any of the selected parameters ({names}, …)"
         raise KfacpackError(f"{problem}. Choose others, or make sure that f is not computed under torch.no_grad")
     leaf = None if inputs is None else graph.leaf(inputs)
     visited = nodes if leaf is None else {*nodes, leaf}

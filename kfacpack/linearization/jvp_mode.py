@@ -114,7 +114,7 @@ def attention(operation: Any, tangent_of: TangentOf, *args: Any, **kwargs: Any) 
     out = operation(*args, **kwargs)
     arguments = bound_arguments(operation, args, kwargs)
     if arguments.get("dropout_p"):
-        raise KfacpackError("attention applies dropout in evaluation mode, so f is random; disable it")
+        raise KfacpackError("attention applies dropout in evaluation mode, so f is random; disable dropout")
     q, k, v = arguments["query"], arguments["key"], arguments["value"]
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     scale = q.shape[-1] ** -0.5 if arguments.get("scale") is None else arguments["scale"]
@@ -145,9 +145,9 @@ def attention(operation: Any, tangent_of: TangentOf, *args: Any, **kwargs: Any) 
 
 
 def _sum_of_products(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-    """Computes the sum of a b over pairs of a (..., n, k) and b (..., k, m), without pairs that contain None.
+    """Computes the sum of the products a b over pairs of a (..., n, k) and b (..., k, m).
 
-    Each product is added in place to those before it.
+    Pairs that contain None are skipped. Each product is added in place to the sum of those before it.
     """
     total: Tensor | None = None
     for a, b in pairs:
@@ -224,7 +224,7 @@ def copy(operation: Any, tangent_of: TangentOf, x: Tensor, **kwargs: Any) -> tup
 
 
 def reshape(operation: Any, tangent_of: TangentOf, x: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Reshapes x and its tangent, which may have other strides."""
+    """Reshapes x and its tangent, whose strides may differ from those of x."""
     tangent = tangent_of(x)
     assert tangent is not None
     return operation(x, shape), tangent.reshape(shape)
@@ -238,10 +238,10 @@ RULES: dict[Any, JvpRule] = {
     aten.convolution.default: convolution,
     **dict.fromkeys(attention_operators(), attention),
 }
-"""Rules by operator."""
+"""Rules by operator, for all other forward passes."""
 
 TRACEABLE_RULES: dict[Any, JvpRule] = {**RULES, aten.native_layer_norm.default: layer_norm}
-"""Rules by operator, for passes that may be recorded."""
+"""Rules by operator, for forward passes that may be recorded."""
 
 GRAPHLESS_RULES: dict[Any, JvpRule] = {
     **TRACEABLE_RULES,
@@ -250,7 +250,7 @@ GRAPHLESS_RULES: dict[Any, JvpRule] = {
     aten.clone.default: copy,
     unsafe_view_operator(): reshape,
 }
-"""Rules by operator, for passes that keep no graph."""
+"""Rules by operator, for forward passes that keep no graph."""
 
 
 class TangentMap:
@@ -320,7 +320,9 @@ def _empty_like(base: Tensor) -> Tensor:
 
 def _view_of_tangent(tangent: Tensor, view: Tensor, base: Tensor) -> Tensor:
     if view.dtype != base.dtype or view.is_conj() or view.is_neg():
-        raise KfacpackError("cannot linearise a view with another dtype, or a complex tensor; use real floats")
+        raise KfacpackError(
+            "cannot linearise a view with another dtype, or a complex tensor; use real floating-point tensors"
+        )
     offset = view.storage_offset() - base.storage_offset() + tangent.storage_offset()
     return tangent.as_strided(view.shape, view.stride(), offset)
 
@@ -330,8 +332,8 @@ class JvpMode(DispatchMode):
 
     Args:
         tangents: Tangents of the parameters; those of all other tensors are added.
-        keeps_graph: Whether autograd keeps the tensors of the pass for a gradient.
-        traceable: Whether passes of this model may be recorded.
+        keeps_graph: Whether autograd saves the tensors of the forward pass for a backward pass.
+        traceable: Whether forward passes of this model may be recorded.
         recorded: Whether an enclosing dispatch mode records all operations, including those of the derivatives.
     """
 
@@ -433,7 +435,7 @@ def require_tracked(tensor: Tensor) -> None:
         return
     name = producer.name().removesuffix("Backward")
     problem = f"cannot linearise: the output of the custom autograd function {name!r} is detached from its input"
-    raise KfacpackError(f"{problem} (by a detach, numpy, or a custom kernel). Use a plain torch implementation of it")
+    raise KfacpackError(f"{problem} (by detach, numpy or a custom kernel). Use a plain torch implementation of it")
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from kfacpack.models.model import Model
 
 _LOCK = threading.RLock()
-"""Held during a call, which changes flags of the module, so that other threads neither see nor restore them."""
+"""Held during a call, because a call changes flags of the module that must not affect calls in other threads."""
 
 
 _LARGE_MODEL = 50_000_000
-"""Number of parameters above which the overhead of a step on a CPU is negligible."""
+"""Number of parameters above which the Python overhead of a step on a CPU is negligible."""
 
 
 def _is_large_on_cpu(parameters: Mapping[str, Tensor]) -> bool:
@@ -146,23 +146,25 @@ class Linearized:
         self._traces = self._fast and self._traceable and (trace is not False)
         self._programs = ProgramCache()
         if missing:
-            problem = f"torch {torch.__version__} has no {', '.join(missing)}, needed by the fast path of kp.linearize"
-            remedy = "torch.func.jvp is used instead: same results, more time and memory"
+            problem = (
+                f"torch {torch.__version__} has no {', '.join(missing)}, which kp.linearize needs for its fast path"
+            )
+            remedy = "torch.func.jvp is used instead, which gives the same results but needs more time and memory"
             warnings.warn(f"{problem}; {remedy}", SlowLinearizationWarning, stacklevel=3)
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names that τ may have, in state-dict order."""
+        """Names of the parameters that τ may change, in state-dict order."""
         return tuple(self._parameters)
 
     @property
     def programs(self) -> int:
-        """Number of recorded programs that replace the model in calls of their shapes."""
+        """Number of recorded programs that replace the model in calls with matching shapes."""
         return self._programs.ready
 
     @property
     def untraced(self) -> tuple[str, ...]:
-        """Reasons why calls of some shapes are not recorded and call the model each time; empty if there are none."""
+        """Reasons why calls with some shapes are not recorded and always run the model; empty if there are none."""
         return self._programs.refusals
 
     def zeros(self) -> dict[str, Tensor]:
@@ -170,7 +172,7 @@ class Linearized:
         return zeros_like_parameters(self._parameters)
 
     def __call__(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Tensor:
-        """Returns f + J τ, (N, C), which can be differentiated once in τ.
+        """Returns f + J τ, (N, C), which can be differentiated once with respect to τ.
 
         Args:
             batch: A tensor, a tuple of arguments or a dict of keyword arguments.
@@ -319,7 +321,7 @@ class Linearized:
         return f, change
 
     def _torch_jvp(self, batch: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Computes the same as `_forward_with_tangent` by `torch.func.jvp`, which is public API."""
+        """Computes f and J τ like `_forward_with_tangent`, but with `torch.func.jvp`, which is public API."""
         caller = _ForwardModule(self._module, lambda: call_model(self._forward, batch))
         parameters = {f"module.{name}": self._parameters[name] for name in tangents}
         directions = {f"module.{name}": tangent for name, tangent in tangents.items()}
@@ -333,12 +335,12 @@ class Linearized:
 
 
 class Linearization:
-    """f on one batch, its change along τ, and the function that computes gradients.
+    """The output f for one batch, its change along τ, and the function that computes gradients.
 
     Args:
         f: Output, (N, C).
         change: J τ, (N, C); None for zero.
-        backward: Computes gradients.
+        backward: Function that computes gradients.
         dtypes: Dtype of the gradient of each parameter.
     """
 
@@ -346,9 +348,9 @@ class Linearization:
         self._backward = backward
         self._dtypes = dtypes
         self.f = f
-        """f, (N, C)."""
+        """Output f, (N, C)."""
         self.change = torch.zeros_like(self.f) if change is None else change
-        """J τ, (N, C)."""
+        """Change of the output along τ, J τ, (N, C)."""
 
     def gradient(
         self,
@@ -361,9 +363,9 @@ class Linearization:
         """Computes Jᵀ u by parameter.
 
         Args:
-            u: Gradient of a cost at f, (N, C).
+            u: Gradient of a cost with respect to f + J τ, (N, C).
             names: Parameters to differentiate with respect to. Defaults to all names in τ.
-            into: Gradients to add to, in place.
+            into: Gradients by parameter, to which the results are added in place.
             retain_graph: Whether to keep the graph for another call.
 
         Returns:
@@ -374,7 +376,7 @@ class Linearization:
         if not selected:
             return gradients
         if u.shape != self.f.shape:
-            raise ValueError(f"expected u of the shape of f, {list(self.f.shape)}, got {list(u.shape)}")
+            raise ValueError(f"expected u to have the shape of f, {list(self.f.shape)}, got {list(u.shape)}")
         # Expanded tensors, such as the gradient of a sum, have other strides, and recorded operations would not fit.
         results = self._backward(u.detach().to(self.f).contiguous(), selected, retain_graph=retain_graph)
         with torch.no_grad():
@@ -387,7 +389,7 @@ class Linearization:
 
 
 class _LinearizedFunction(torch.autograd.Function):
-    """f + J τ as a function of τ, whose backward pass is that of f."""
+    """Computes f + J τ as a differentiable function of τ. Its backward pass is that of f."""
 
     @staticmethod
     def forward(ctx: Any, lin: Linearized, batch: ModelInput, names: tuple[str, ...], *values: Tensor) -> Tensor:
@@ -417,7 +419,7 @@ class _ForwardModule(nn.Module):
 
 
 def _tangent(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a part of τ in the dtype and the memory layout of its parameter, and on its device."""
+    """Converts a tensor of τ to the dtype, device and memory layout of its parameter."""
     tangent = _detached(value).to(parameter)
     if tangent.stride() == parameter.stride():
         return tangent
@@ -431,7 +433,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Clears autocast's cache of cast parameters, whose tangents belong to another τ."""
+    """Clears autocast's cache before and after a call: the tangents of cached parameters belong to another τ."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -455,7 +457,7 @@ class GraphGradient:
 
     Args:
         f: Output with its graph.
-        edges: Graph edges at which the gradients of the parameters are computed, by name.
+        edges: Graph edges of the parameters, by name.
     """
 
     def __init__(self, f: Tensor, edges: Mapping[str, GradientEdge]) -> None:

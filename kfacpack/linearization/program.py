@@ -1,4 +1,4 @@
-"""Records the operations of a linearised step, and replays them without the model.
+"""Records the operations of a step of a linearised model, and replays them without the model.
 
 The Python code of the model, the dispatch mode and autograd execute the same few thousand operations in every step, on
 different values. `Recorder` is a dispatch mode that records these operations while they run: those of the forward pass,
@@ -45,24 +45,24 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _READS_NUMBERS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage"))
-"""Methods that read the memory of a tensor without an operation that a dispatch mode sees."""
+"""Methods that read the memory of a tensor without an operation that is visible to a dispatch mode."""
 
 _LITERALS = (int, bool, str, type(None))
 
 
 class Operation(NamedTuple):
-    """One recorded call, as source code."""
+    """One recorded call, as source code. The values of a program are identified by numbers."""
 
     text: str
     """The call, such as `o3(v1, v2, (4, 8))`."""
     reads: tuple[int, ...]
-    """Numbers of the values among its arguments."""
+    """Value numbers of its arguments."""
     writes: tuple[int, ...]
-    """Numbers of the values that it modifies."""
+    """Value numbers of the arguments that it modifies."""
     results: tuple[int, ...]
-    """Numbers of its new values."""
+    """Value numbers of its results."""
     target: str
-    """The assignment of its results, such as `v4 = `."""
+    """Left-hand side of the assignment of its results, such as `v4 = `."""
 
 
 _PATCH_LOCK = threading.RLock()
@@ -70,7 +70,7 @@ _PATCH_LOCK = threading.RLock()
 
 @contextmanager
 def _reads_reported(report: Callable[[str], None]) -> Iterator[None]:
-    """Reports calls of methods that read the values of a tensor without the dispatcher.
+    """Reports calls of methods that read the values of a tensor and bypass the dispatcher.
 
     The methods are replaced temporarily. A `TorchFunctionMode` would also see them, but it disables the fast path of
     nn.MultiheadAttention, and with it the operations of an untraced call.
@@ -106,7 +106,7 @@ class Recorder(DispatchMode):
     Values are numbered by weak reference, so that recording keeps no tensor alive.
 
     Args:
-        inputs: Tensors that differ from call to call: tangents and batch.
+        inputs: Tensors that differ between calls: the tangents and the batch.
         state: Tensors that belong to the model. The program reads these same tensors in every call.
     """
 
@@ -119,7 +119,7 @@ class Recorder(DispatchMode):
         self._names: dict[Any, str] = {}
         self._protected: set[int] = set()
         self.refusal: str | None = None
-        """Why the operations cannot be replayed; None if they can."""
+        """Reason why the operations cannot be replayed; None if they can."""
         self.constants: dict[str, Any] = {}
         """Operators and other objects that the source code refers to, by name."""
         self.operations: list[Operation] = []
@@ -127,15 +127,15 @@ class Recorder(DispatchMode):
         self.forward_length = 0
         """Number of operations of the forward pass."""
         self.outputs: tuple[int | None, int | None] = (None, None)
-        """Numbers of f and J τ."""
+        """Value numbers of f and J τ."""
         self.state: dict[int, Tensor] = {}
-        """Tensors of the model that were used, by number."""
+        """Tensors of the model that were used, by value number."""
         self.seed = -1
-        """Number of u; -1 before the backward pass."""
+        """Value number of u; -1 before the backward pass."""
         self.conditions: dict[int, int] = {}
-        """Numbers of Boolean tensors on which the operations depend, with the counts of their true elements."""
+        """Value numbers of Boolean tensors on which the operations depend, with the counts of their true elements."""
         self.inputs = [self._add_input(tensor) for tensor in inputs]
-        """Numbers of tangents and batch."""
+        """Value numbers of the tangents and of the tensors of the batch."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -144,7 +144,7 @@ class Recorder(DispatchMode):
             yield
 
     def refuse(self, reason: str) -> None:
-        """Marks the step as one that cannot be replayed."""
+        """Marks the step as one that cannot be replayed, for the given reason."""
         if self.refusal is None:
             self.refusal = reason
 
@@ -172,7 +172,7 @@ class Recorder(DispatchMode):
         return known
 
     def root(self, number: int) -> int:
-        """Returns the first value that has the same memory."""
+        """Returns the number of the first value that has the same memory."""
         return self._roots[number]
 
     def _add_input(self, tensor: Tensor) -> int:
@@ -181,11 +181,11 @@ class Recorder(DispatchMode):
         return number
 
     def begin_backward(self, u: Tensor) -> None:
-        """Adds the input of the backward pass."""
+        """Adds u, the input of the backward pass."""
         self.seed = self._add_input(u)
 
     def _new_number(self, tensor: Tensor, sources: Iterable[int] = ()) -> int:
-        """Numbers a new value. Its root is the first value with the same memory."""
+        """Assigns a number to a new value. Its root is the first value with the same memory."""
         number = len(self._roots)
         self._numbers[tensor] = number
         pointer = memory_address(tensor)
@@ -222,7 +222,7 @@ class Recorder(DispatchMode):
         """Adds the conditions under which an operation can be replayed although it depends on values.
 
         Returns:
-            Whether it can be.
+            Whether the operation can be replayed.
         """
         if func is aten.index.Tensor:
             masks = [index for index in args[1] if index is not None and index.dtype not in (torch.int64, torch.int32)]
@@ -309,7 +309,7 @@ class Recorder(DispatchMode):
 
 
 def _reason_against(func: Any, args: Any, kwargs: Any) -> str | None:
-    """Returns why a program cannot contain an operation; None if it can."""
+    """Returns the reason why a program cannot contain an operation; None if it can."""
     tags = func.tags
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
         return f"{func} depends on the values of a tensor"
@@ -327,7 +327,7 @@ class Program:
 
     Args:
         recorder: Recorder of the step.
-        gradients: Numbers of the gradients, by parameter.
+        gradients: Value numbers of the recorded gradients, by parameter.
         compiled: Whether torch.compile compiles both functions.
     """
 
@@ -337,7 +337,7 @@ class Program:
         self._gradients = gradients
         self._backwards: dict[tuple[str, ...], Callable[..., Any]] = {}
         self.conditions = tuple(recorder.conditions.values())
-        """Counts of true elements, see `Recorder.conditions`, for which the program is valid."""
+        """Counts of true elements for which the program is valid; see `Recorder.conditions`."""
         self._count = self._define_count() if self.conditions else None
         state = recorder.state
         backward = _needed(recorder.operations[recorder.forward_length :], set(gradients.values()), recorder.root)
@@ -359,7 +359,7 @@ class Program:
         return below_autograd(bypass=not self._compiled)
 
     def conditions_for(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-        """Returns the counts that `conditions` are compared with; reads them from the device, if there are any.
+        """Returns the counts to compare with `conditions`; reading them synchronises with the device.
 
         Args:
             inputs: As for `forward`; the list is not changed.
@@ -384,13 +384,13 @@ class Program:
         return results
 
     def outputs(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Computes f and J τ without the values for `backward`, which takes less memory; empties `inputs`."""
+        """Computes f and J τ, but not the values for `backward`, which saves memory. Empties `inputs`."""
         with self._context():
             f, change, _ = self._define_forward([])(inputs, self.state)
         return f, change
 
     def backward(self, saved: list[Tensor], u: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """Computes the gradients for the named parameters; empties `saved`."""
+        """Computes the gradients of the named parameters. Empties `saved`."""
         selected = tuple(name for name in names if name in self._gradients)
         if selected not in self._backwards:
             self._backwards[selected] = self._define_backward(selected)
@@ -422,17 +422,17 @@ class Program:
         return self._define("backward", "saved", self._saved, lines, f"v{recorder.seed}")
 
     def _define(
-        self, name: str, taken: str, numbers: Sequence[int], lines: Iterable[str], *more: str
+        self, name: str, values: str, numbers: Sequence[int], lines: Iterable[str], *extra: str
     ) -> Callable[..., Any]:
-        """Defines a function of a list of values, which it empties, the state of the model and `more` arguments."""
+        """Defines a function of a list of values (which it empties), the state of the model and `extra` arguments."""
         state = [self._name(number) for number in self._recorder.state]
         body = [
-            f"[{', '.join(self._name(number) for number in numbers)}] = {taken}",
-            *([] if self._compiled else [f"{taken}.clear()"]),
+            f"[{', '.join(self._name(number) for number in numbers)}] = {values}",
+            *([] if self._compiled else [f"{values}.clear()"]),
             f"[{', '.join(state)}] = state",
             *lines,
         ]
-        source = f"def {name}({', '.join((taken, 'state', *more))}):\n" + "".join(f"    {line}\n" for line in body)
+        source = f"def {name}({', '.join((values, 'state', *extra))}):\n" + "".join(f"    {line}\n" for line in body)
         constants = self._recorder.constants
         namespace = dict(constants) if self._compiled else {key: callable_of(constants[key]) for key in constants}
         exec(compile(source, f"<kfacpack {name}>", "exec"), namespace)
@@ -457,7 +457,7 @@ def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..
             results = compiled(*args)
         except Exception as error:  # the exceptions of compiler backends have no common base class
             reason = " ".join(str(error).split()[:40])
-            remedy = "omit --compile (compile=True), or install a C++ compiler that torch.compile finds"
+            remedy = "omit --compile (compile=True), or install a C++ compiler that torch.compile can find"
             raise KfacpackError(f"torch.compile cannot compile the linearised step: {reason}; {remedy}") from error
         if not graphs:
             return results
@@ -480,7 +480,7 @@ def _needed(operations: Sequence[Operation], outputs: Iterable[int], root: Calla
 
 
 def _body(operations: Sequence[Operation], kept: Iterable[int], inputs: Iterable[int]) -> list[str]:
-    """Returns the source code of operations, which deletes values after their last use, except those in `kept`."""
+    """Returns the source code of operations. Values that are not in `kept` are deleted after their last use."""
     remaining = {*inputs, *(number for operation in operations for number in operation.results)} - set(kept)
     lines = []
     for operation in reversed(operations):

@@ -1,7 +1,7 @@
 """Decides which calls of a linearised model are recorded and replayed, and computes their gradients.
 
 A program belongs to a signature: shapes and dtypes of the batch, the names in τ, autocast, and settings of torch that
-select kernels. If the program has conditions, there is one for each outcome. It also belongs to a state of the module:
+select kernels. If it has conditions, each outcome has its own program. It also belongs to a state of the module:
 its submodules and attributes, and the tensors among them, by identity. The values of these tensors may change.
 
 A signature is used three times before its program replaces the model. The first use is untraced, because many shapes
@@ -35,20 +35,21 @@ _BASE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class ModuleState:
-    """The state of a module that its output may depend on, except for arguments and the values of tensors.
+    """The state of a module that may affect its output, apart from arguments and the values of tensors.
 
     Attributes are compared by identity, as are the items of containers and the attributes of plain objects (such as a
     config) that are attributes of a module.
 
     Args:
-        module: The module.
-        forward: The function that calls it. Variables that it captures, and attributes of its object, are included.
+        module: Module whose state is stored.
+        forward: The function that calls the module. The state includes variables that it captures and, if it is a bound
+            method, the attributes of its object.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._modules = list(module.modules())
         self.problem: str | None = None
-        """Why a module in this state cannot be traced; None if it can."""
+        """Reason why a module in this state cannot be traced; None if it can."""
         if any(name not in vars(submodule) for submodule in self._modules for name in _CHILDREN):
             self.problem = "the model contains a module that is not a plain nn.Module"
             self._modules = []
@@ -123,7 +124,7 @@ def _items(container: Any) -> Iterable[Any]:
 
 
 def _agree(replayed: Tensor | None, expected: Tensor | None) -> bool:
-    """Returns whether two tensors agree up to rounding, as kernels on a GPU may add in another order."""
+    """Returns whether two tensors agree up to rounding errors, because the order of sums on a GPU may vary."""
     if replayed is None or expected is None or replayed.shape != expected.shape or replayed.dtype != expected.dtype:
         return replayed is expected
     tolerance = 1e3 * torch.finfo(expected.dtype).eps * float(expected.abs().amax())
@@ -131,7 +132,7 @@ def _agree(replayed: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def signature(keeps_graph: bool, names: Iterable[str], batch: Any, device: torch.device) -> Any:
-    """Returns a key for calls that may share a program; None if the batch has parts that cannot be compared.
+    """Returns a key that is equal for calls with the same program; None if a part of the batch is not hashable.
 
     Args:
         keeps_graph: Whether a gradient can be computed.
@@ -163,7 +164,7 @@ def signature(keeps_graph: bool, names: Iterable[str], batch: Any, device: torch
 
 
 def _structure(batch: Any) -> Any:
-    """Returns the batch with tensors replaced by their layouts."""
+    """Returns the structure of a batch: its containers and values, with tensors replaced by their layouts."""
     if isinstance(batch, Tensor):
         return tensor_layouts([batch])[0] if type(batch) in _TYPES else []
     if isinstance(batch, Mapping):
@@ -183,17 +184,17 @@ class ProgramEntry:
         self.program: Program | None = None
         """The program, once it is recorded."""
         self.verified = False
-        """Whether the program has agreed with the model on a batch."""
+        """Whether the results of the program have been compared with those of the model, and agree."""
         self.refusal: str | None = None
-        """Why calls with this signature stay untraced."""
+        """Reason why calls with this signature stay untraced; None if there is none."""
 
     def begin_use(self, module: nn.Module, forward: Callable[..., Any], *, at_once: bool) -> ModuleState | None:
         """Counts a call; returns the state of the module if the call is to be recorded.
 
         Args:
-            module: The module.
-            forward: The function that calls it.
-            at_once: Whether to record the first call, not the second.
+            module: Module that is called.
+            forward: The function that calls the module.
+            at_once: Whether to record the first call instead of the second.
         """
         self._uses += 1
         if self._state is not None and not self._state.holds():
@@ -211,7 +212,7 @@ class ProgramEntry:
         return state
 
     def discard(self, refusal: str | None = None) -> None:
-        """Drops the program; with a reason, no other is recorded."""
+        """Drops the program. If a reason is given, no other program is recorded."""
         self.program, self._state, self.verified = None, None, False
         self.refusal = refusal
 
@@ -235,16 +236,16 @@ class ProgramEntry:
 
 
 class ProgramCache:
-    """Least-recently-used cache of programs by signature."""
+    """LRU cache of programs, by signature."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Any, ProgramEntry] = OrderedDict()
 
     def entry(self, key: Any, inputs: Sequence[Tensor]) -> ProgramEntry:
-        """Returns the entry of a signature, or of the signature and the values of the conditions of its program.
+        """Returns the entry for a call. Inputs that do not meet the conditions of a program have an entry of their own.
 
         Args:
-            key: The signature.
+            key: Signature of the call.
             inputs: Tangents and tensors of the batch.
         """
         entry = self._entry(key)
@@ -276,17 +277,17 @@ class Gradient(Protocol):
     """Computes Jᵀ u by parameter, without parameters that f does not depend on."""
 
     def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`; `retain_graph` allows another call."""
+        """Returns the gradients for `names`. With `retain_graph`, it can be called again."""
 
 
 class RecordedGradient:
-    """Gradient of a recorded forward pass: the first call is recorded as well.
+    """Gradient of a recorded forward pass. The operations of the first call are recorded as well.
 
     Args:
-        gradient: Computes the gradient from the graph.
-        names: All names that a gradient may be computed for.
+        gradient: Function that computes the gradient from the graph.
+        names: Names of all parameters for which gradients may be computed.
         recorder: Recorder of the forward pass.
-        finish: Called with the gradients for all names.
+        finish: Function that is called with the gradients for all names.
     """
 
     def __init__(
@@ -318,7 +319,7 @@ class ReplayedGradient:
     """Gradient of a replayed forward pass.
 
     Args:
-        program: The program.
+        program: Program that was replayed.
         saved: Values that its forward pass returned for the backward pass.
     """
 
@@ -335,8 +336,8 @@ class ReplayedGradient:
         """Returns the gradients for `names`.
 
         Raises:
-            KfacpackError: If a tensor that is needed was modified.
-            RuntimeError: If this is a second call, and the first was not made with `retain_graph`.
+            KfacpackError: If a tensor that the gradient needs was modified.
+            RuntimeError: If this is a second call, and the first call did not set `retain_graph`.
         """
         if self._released:
             raise RuntimeError("cannot compute a gradient a second time; use retain_graph=True in the first call")

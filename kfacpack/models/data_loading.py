@@ -26,7 +26,7 @@ from kfacpack.models.model import Batch, Model
 from kfacpack.tasks.task import Example, Split, batched
 
 SplitSource: TypeAlias = tuple[Split, str]
-"""A split and its task's name."""
+"""A split and the name of its task."""
 BatchIndices: TypeAlias = tuple[int, Sequence[int]]
 """Index of a source, and the indices of its examples that form a batch."""
 
@@ -54,7 +54,7 @@ def use_workers(count: int | None) -> None:
 
 
 def requested_workers() -> int | None:
-    """Returns the number of worker processes that `use_workers` has set."""
+    """Returns the number of worker processes set by `use_workers`."""
     return _requested_workers
 
 
@@ -96,7 +96,7 @@ def batches(
         if "DataLoader worker" not in str(error) or isinstance(error, KfacpackError):
             raise
         problem = f"a worker process exited unexpectedly: {first_line(error)}"
-        remedy = "Without worker processes, less memory is needed: --workers 0 (use_workers(0))"
+        remedy = "Use --workers 0 (use_workers(0)), which needs less memory"
         raise KfacpackError(f"{problem}. {remedy}") from error
 
 
@@ -114,8 +114,8 @@ def step_batches(
         model: Model that prepares the examples.
         sources: Splits to read from, with their tasks' names.
         steps: Source and example indices of the batches of each step. They are read ahead and may be infinite.
-        labels: Returns the labels of examples, (N,), on the CPU. If it is given, pairs of a batch and its labels are
-            yielded.
+        labels: Function that returns the labels of examples, (N,), on the CPU. If it is given, pairs of a batch and its
+            labels are yielded.
 
     Raises:
         KfacpackError: As for `batches`.
@@ -131,7 +131,7 @@ def step_batches(
 
 
 class _BatchDataset(Dataset[Any]):
-    """Maps `BatchIndices` to prepared batches."""
+    """Dataset that maps `BatchIndices` to prepared batches."""
 
     def __init__(self, prepare: Callable[[Sequence[Example], str], Batch], sources: Sequence[SplitSource]):
         self._prepare, self._sources = prepare, sources
@@ -179,17 +179,15 @@ def image_batches(transform: Callable[[Any], Tensor], model: str) -> Callable[[S
     """Returns the `prepare` function of an image model, which maps N examples to (N, 3, height, width).
 
     Args:
-        transform: Turns a `PIL.Image` into a tensor of shape (3, height, width).
-        model: Name of the model, for errors.
+        transform: Function that converts a `PIL.Image` to a tensor of shape (3, height, width).
+        model: Name of the model, for error messages.
     """
 
     def prepare(examples: Sequence[Example], task: str) -> Tensor:
         for example in examples:
             if "image" not in example:
                 columns = ", ".join(map(repr, example))
-                raise KfacpackError(
-                    f"{model} expects images, but examples of {task!r} have {columns}; use a text model"
-                )
+                raise KfacpackError(f"{model} expects images, but {task!r} has columns {columns}; use a text model")
         # Convert before resizing, as both libraries do with their training data: resizing palette indices is wrong.
         return torch.stack([transform(example["image"].convert("RGB")) for example in examples])
 
@@ -204,7 +202,7 @@ def outputs(
     batch_size: int,
     forward: Callable[[Batch], Tensor] | None = None,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yields the indices of each batch's examples and their f, (N, C), in at least float32, without gradient.
+    """Runs a model on the examples of a split, without gradients.
 
     Args:
         model: Model to run.
@@ -213,6 +211,9 @@ def outputs(
         indices: Indices of the examples.
         batch_size: Examples per batch.
         forward: Function from a batch to f; defaults to the model's own. Used for edited models.
+
+    Yields:
+        The indices of the examples of a batch, and their f, (N, C), in at least float32.
 
     Raises:
         KfacpackError: If f contains NaN or Inf, or an example cannot be read.
@@ -226,14 +227,14 @@ def outputs(
 def prepared_batches(
     model: Model, split: Split, task: str, indices: Sequence[int], batch_size: int
 ) -> Iterator[tuple[Sequence[int], Batch]]:
-    """Yields the indices of each batch's examples and the prepared batch; see `outputs` for the arguments."""
+    """Yields every prepared batch with the indices of its examples; see `outputs` for the arguments."""
     groups = list(batched(indices, batch_size))
     yield from zip(groups, batches(model, [(split, task)], [(0, group) for group in groups]), strict=True)
 
 
 @contextmanager
 def name_task_in_errors(split: Split, task: str, chosen: Sequence[int]) -> Iterator[None]:
-    """Adds the task, the split and the examples to the error for an f that contains NaN or Inf."""
+    """Context manager that names the task, the split and the examples in the error if f contains NaN or Inf."""
     try:
         yield
     except NotFiniteError as error:

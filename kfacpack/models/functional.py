@@ -1,6 +1,6 @@
-"""A module as a function f of a batch and of its parameters.
+"""Helpers that treat a module as a function f of a batch and of its parameters.
 
-Calls a model on a batch (a tensor, tuple or dict), selects parameters by name or pattern, and temporarily switches a
+They call a model on a batch (a tensor, tuple or dict), select parameters by name or pattern, and temporarily switch a
 module to eval mode. f has shape (N, C): N examples, width C. An example of a language model may have several
 consecutive rows of f.
 """
@@ -22,7 +22,7 @@ from kfacpack.errors import KfacpackError, NotFiniteError
 ModelInput: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any]"
 """Arguments of one forward pass: one tensor, positional arguments or keyword arguments."""
 Forward: TypeAlias = Callable[..., Any]
-"""A function from the arguments in a batch to f."""
+"""A function that computes f from the arguments in a batch."""
 
 
 NOT_FINITE = "f contains NaN or Inf; check the inputs, or use another dtype for the model"
@@ -54,7 +54,7 @@ def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> T
         else:
             f = forward(**batch) if isinstance(batch, Mapping) else forward(*batch)
     except TypeError as error:
-        hint = "A batch contains the arguments of f without labels: use ((x,) for x, y in loader) to drop them"
+        hint = "A batch must contain the arguments of f without labels; use ((x,) for x, y in loader) to drop them"
         raise KfacpackError(f"the model cannot be called with this batch: {error}. {hint}") from error
     if not isinstance(f, Tensor) or f.dim() != 2 or not f.is_floating_point() or 0 in f.shape:
         output = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
@@ -127,7 +127,7 @@ class TensorPack:
         self.nbytes = end
         """Size of the buffer."""
         self.buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
-        """All values, as bytes."""
+        """The bytes of all tensors."""
         for view, tensor in zip(self.views(self.buffer), tensors, strict=True):
             view.copy_(tensor)
 
@@ -149,7 +149,7 @@ class BatchMover:
     On CUDA devices, the copy runs on a separate stream, from pinned memory, in parallel with earlier work.
 
     Args:
-        device: The device.
+        device: Device that batches are moved to.
     """
 
     def __init__(self, device: torch.device):
@@ -173,7 +173,7 @@ class BatchMover:
 
 
 class DeferredValues:
-    """The values of a tensor, read after later work has been started, so that the device is not idle.
+    """Values of a tensor that are read later, after more work has been started, so that the device is not idle.
 
     Args:
         tensor: The tensor, which must not be modified. On CUDA devices, its copy to the CPU starts immediately.
@@ -195,11 +195,11 @@ class DeferredValues:
 
 
 ANSWERS = "answers"
-"""Key of the mask, (N, R), of the positions whose outputs are rows of f, in batches with several rows per example."""
+"""Key of the mask, (N, R), that marks the positions whose outputs are rows of f, if examples have several rows."""
 
 
 def padding_mask(batch: ModelInput) -> Tensor | None:
-    """Returns the batch's `attention_mask` as a bool tensor (N, R), False for padding; None if it has none.
+    """Returns the batch's `attention_mask` as a bool tensor (N, R), False for padding; None if there is no mask.
 
     R counts the positions of all sequences of an example.
     """
@@ -214,7 +214,7 @@ def rows_per_example(batch: ModelInput) -> list[int] | None:
 
 
 def answer_targets(batch: ModelInput) -> Tensor:
-    """Returns the token that each row of f should predict, (P,): the one after each position of an answer."""
+    """Returns the token that each row of f should predict, (P,): the token after the position of the row."""
     assert isinstance(batch, Mapping)
     targets: Tensor = batch["input_ids"].roll(-1, dims=-1)[batch[ANSWERS].bool()]
     return targets
@@ -241,7 +241,7 @@ def eval_mode(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[No
             raise KfacpackError(f"parameter {name!r} has no values; load or initialise the model first")
         if parameter.is_inference():
             problem = "was created in torch.inference_mode and cannot be differentiated"
-            raise KfacpackError(f"parameter {name!r} {problem}; load the model outside of it")
+            raise KfacpackError(f"parameter {name!r} {problem}; load the model outside of inference mode")
     try:
         model.eval()
         for parameter, _ in required:
@@ -315,11 +315,11 @@ def select_parameters(
 def require_unsharded(model: nn.Module) -> None:
     """Rejects a module whose parameters are divided among processes.
 
-    Such parameters are gathered only while their layer computes. Curvature and tangents refer to whole parameters, and
-    would silently miss those of other processes.
+    Such parameters are gathered only while their layer runs. Curvature and tangents refer to whole parameters, and the
+    parts in other processes would silently be missing.
 
     Args:
-        model: The module.
+        model: Module whose parameters are checked.
 
     Raises:
         KfacpackError: If the module is wrapped by FSDP, or a parameter is a `DTensor` (FSDP2, tensor parallelism).
@@ -337,9 +337,9 @@ def require_unsharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, sharded):
             placements = ", ".join(map(str, parameter.placements))
-            found = f"a DTensor over {parameter.device_mesh.size()} processes, placed as {placements}"
+            actual = f"a DTensor over {parameter.device_mesh.size()} processes, placed as {placements}"
             shape = list(parameter.shape)
-            raise KfacpackError(f"parameter {name!r}: expected a whole tensor of shape {shape}, got {found}. {remedy}")
+            raise KfacpackError(f"parameter {name!r}: expected a whole tensor of shape {shape}, got {actual}. {remedy}")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ Notation: K is the number of classes, C the width of f, N the number of examples
     from prototypes   w_k = scale · normalised (m_k - c),  b_k = -w_k·c
 
 where m_k is the mean of f over the class's training examples, and c the mean of all m_k. For texts, `scale` is the
-model's own. Prototypes are further apart than texts, and too large a scale makes the first training steps too large;
-their scale minimises the cross-entropy of those examples, up to the model's own. Heads are computed at the pretrained
+model's own. Prototypes are further apart than text embeddings, and with too large a scale, the first training steps are
+too large. The scale of prototypes is therefore the one, up to the model's own, that minimises the cross-entropy of the
+classes' training examples. Heads are computed at the pretrained
 weights and do not change during training.
 """
 
@@ -43,9 +44,9 @@ class Head:
     """
 
     weight: Tensor
-    """(K, C), at least float32, on the model's device."""
+    """Weights, (K, C), in at least float32, on the model's device."""
     bias: Tensor
-    """(K,)"""
+    """Biases, (K,)."""
     classes: tuple[str, ...]
     """Names of the K classes."""
     origin: HeadOrigin
@@ -79,7 +80,7 @@ class Head:
         return True
 
     def of_classes(self, classes: range) -> Head:
-        """Returns the head for consecutive classes only. Its tensors are views.
+        """Returns a head that is restricted to consecutive classes. Its tensors are views of those of this head.
 
         Args:
             classes: Indices of the classes.
@@ -91,7 +92,7 @@ class Head:
         """Returns the head on another device.
 
         Args:
-            device: The device.
+            device: Target device.
         """
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
@@ -127,7 +128,7 @@ class AnswerHead(Head):
     """Index of the answer that names each class."""
 
     def logits(self, f: Tensor) -> Tensor:
-        """Returns the log-likelihoods, (N, K), of rows (N * tokens of all answers, C)."""
+        """Returns the log-likelihoods of the classes, (N, K), for f of shape (N * tokens of all answers, C)."""
         tokens = torch.tensor([token for answer in self.answers for token in answer], device=f.device)
         rows = super().logits(f).log_softmax(1).unflatten(0, (-1, len(tokens)))
         chosen = rows.gather(2, tokens.expand(len(rows), -1)[..., None])[..., 0]
@@ -135,13 +136,13 @@ class AnswerHead(Head):
         return scores[:, list(self.answer_of)]
 
     def of_classes(self, classes: range) -> Head:
-        """Returns the head for consecutive classes only."""
+        """Returns a head that is restricted to consecutive classes."""
         rows = slice(classes.start, classes.stop)
         return replace(self, classes=self.classes[rows], answer_of=self.answer_of[rows])
 
     @property
     def is_stored(self) -> bool:
-        """False: the weight is the whole output layer of the model."""
+        """Always False, because the weight is the whole output layer of the model."""
         return False
 
 
@@ -150,7 +151,7 @@ class CompletionHead(Head):
     """Predicts the tokens of completions. `weight` is the output layer, (vocabulary, C); there are no classes."""
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns two sums over the examples: mean cross-entropy of the tokens, and fraction of correct predictions."""
+        """Returns two sums over the examples: of the mean cross-entropy, and of the fraction of correct tokens."""
         counts = torch.tensor(rows_per_example(batch), device=f.device)
         weights = (1 / counts.to(f.dtype)).repeat_interleave(counts)
         logits, targets = self.logits(f), answer_targets(batch).to(f.device)
@@ -164,7 +165,7 @@ class CompletionHead(Head):
 
     @property
     def is_stored(self) -> bool:
-        """False: the weight is the whole output layer of the model."""
+        """Always False, because the weight is the whole output layer of the model."""
         return False
 
 
@@ -186,8 +187,8 @@ def head_for(
         model: Pretrained model.
         task: Task with class names.
         kind: `"text"`, `"words"`, `"prototypes"` or `"auto"`. `"auto"` uses texts if the model has a text tower and
-            the task has templates; otherwise words if f predicts words and the class names start with different
-            ones; otherwise prototypes.
+            the task has templates; otherwise words if f predicts words and the class names start with different tokens;
+            otherwise prototypes.
         batch_size: Examples per batch, for prototypes.
         on_progress: Called with the number of training examples done and their total, for prototypes.
 
@@ -254,7 +255,7 @@ def _require_text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], T
 
 
 def text_head(model: Model, task: Task) -> Head:
-    """Builds CLIP's zero-shot classifier. Underscores in class names are read as spaces.
+    """Builds CLIP's zero-shot classifier. Underscores in class names are replaced by spaces.
 
     Raises:
         KfacpackError: If the model has no text tower, or the task has no classes or templates.
@@ -270,12 +271,12 @@ def word_head(model: Model, task: Task) -> Head:
     """Builds a head from the class names, or the answers of the task's template, as continuations of the prompt.
 
     Args:
-        model: The model.
-        task: The task.
+        model: Language model.
+        task: Task with class names.
 
     Raises:
-        KfacpackError: If the model does not predict words, or does not distinguish two classes: by all of their tokens
-            if the task has a template with answers of several tokens, otherwise by the first.
+        KfacpackError: If the model does not predict words, or the names of two classes have the same first token. For a
+            template with answers of several tokens, all tokens are compared.
     """
     if answers := _answers(model, task):
         return _answer_head(model, task, answers)
@@ -287,8 +288,8 @@ def completion_head(model: Model, task: Task) -> Head:
     """Builds the head of a task with prompts and completions: the output layer of a causal language model.
 
     Args:
-        model: The model.
-        task: The task.
+        model: Causal language model.
+        task: Task with the columns `prompt` and `completion`.
 
     Raises:
         KfacpackError: If the model is not a causal language model.
@@ -335,7 +336,7 @@ def _word_rows(model: Model, task: Task) -> Tensor:
 
 
 def _has_distinct_words(model: Model, task: Task) -> bool:
-    """Returns whether the class names start with different tokens of the model."""
+    """Returns whether the class names start with different tokens, or are scored by all of their tokens."""
     if model.word_weights is None:
         return False
     if _answers(model, task):
@@ -351,7 +352,7 @@ def _label_words(model: Model, task: Task) -> Sequence[str]:
 
 
 def _first_identical_rows(weight: Tensor) -> tuple[int, int] | None:
-    """Returns the first two rows of (K, C) that are equal."""
+    """Returns the indices of the first two rows of (K, C) that are equal; None if all rows differ."""
     for second in range(len(weight)):
         equal = (weight[:second] == weight[second]).all(1).nonzero()
         if len(equal):
@@ -391,7 +392,7 @@ def prototype_head(
     for chosen, f in outputs(model, split, task.name, sorted(class_of), batch_size):
         if len(f) != len(chosen):
             problem = f"f of {model.name} has several rows per example of {printable(task.name)}"
-            raise KfacpackError(f"{problem}; prototypes need one. Use --head words (kind='words')")
+            raise KfacpackError(f"{problem}; prototypes need a single row. Use --head words (kind='words')")
         label_list += [class_of[number] for number in chosen]
         parts.append(f.cpu().double())
         on_progress(len(label_list), len(class_of))
@@ -448,7 +449,9 @@ def require_matching_classes(head: Head, task: Task) -> None:
         KfacpackError: If the classes or their order differ.
     """
     if head.classes != task.classes:
-        raise KfacpackError(f"the head's classes are not those of {printable(task.name)}; build a head for this task")
+        raise KfacpackError(
+            f"the head's classes differ from those of {printable(task.name)}; build a head for this task"
+        )
 
 
 def _examples_by_class(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:

@@ -1,7 +1,7 @@
 """The main list of layers of a model, and ways to run a model without some of its layers.
 
 A model is divided into its stem (everything before the first layer), its layers, and its head (everything after the
-last layer). Stock modules are used as they are: a layer is skipped by replacing its `forward` for the duration of a
+last layer). Modules are not changed permanently: a layer is skipped by replacing its `forward` for the duration of a
 call. Weights outside of the layers stay in memory; those of a layer may be loaded when it is used (`LayerWeights`).
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kfacpack.errors import KfacpackError
 from kfacpack.models.functional import Forward, ModelInput, call_model, tensors_of
 
-ORDINARY = "Estimate it without --stream (stream=False)"
+ORDINARY = "Estimate the model without --stream (stream=False)"
 """Remedy for a model that cannot be estimated layer by layer."""
 
 HIDDEN = "hidden_states"
@@ -26,16 +26,16 @@ HIDDEN = "hidden_states"
 
 
 class LayerWeights(Protocol):
-    """Weights of a module that are not in memory until they are used."""
+    """Weights of a module that are loaded into memory when they are used."""
 
     layers: str
     """Name of the main list of layers; weights outside of it are in memory."""
 
     def load(self, prefix: str) -> None:
-        """Gives values to the parameters of a layer.
+        """Loads the parameters of a layer.
 
         Args:
-            prefix: Beginning of the names of the parameters.
+            prefix: Prefix of the names of the parameters.
 
         Raises:
             KfacpackError: If the weights cannot be read.
@@ -45,13 +45,13 @@ class LayerWeights(Protocol):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of a layer, without its hidden states."""
+    """The arguments of a call of a layer, except the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     def output(self, layer: nn.Module, hidden: Tensor) -> Any:
-        """Runs a layer and returns its output as it is."""
+        """Runs a layer and returns its unchanged output."""
         if HIDDEN in self.kwargs:
             return layer(*self.args, **{**self.kwargs, HIDDEN: hidden})
         return layer(hidden, *self.args, **self.kwargs)
@@ -68,7 +68,7 @@ class LayerCall:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the hidden states among the arguments of a layer, if there are any."""
+    """Returns the hidden states among the arguments of a layer; None if there are none."""
     return kwargs.get(HIDDEN, args[0] if args else None)
 
 
@@ -80,9 +80,9 @@ class LayerList:
     """The main list of layers of a model.
 
     Args:
-        module: The model.
+        module: Module that contains the list.
         forward: Function from a batch to f.
-        parameters: The parameters of the estimate, by name. The list with most of them is the main one.
+        parameters: The parameters of the estimate, by name. The main list contains most of their elements.
         weights: Source of weights that are not in memory, if there are any.
 
     Raises:
@@ -107,12 +107,12 @@ class LayerList:
         return len(self.layers)
 
     def prefix(self, index: int) -> str:
-        """Returns the beginning of the names of a layer's parameters."""
+        """Returns the prefix of the names of a layer's parameters."""
         child = list(dict(self._module.get_submodule(self.name).named_children()))[index]
         return f"{self.name}.{child}."
 
     def is_outside(self, name: str) -> bool:
-        """Returns whether a parameter belongs to no layer."""
+        """Returns whether a parameter is outside of all layers."""
         return not name.startswith(f"{self.name}.")
 
     @contextmanager
@@ -136,7 +136,7 @@ class LayerList:
             to_meta(layer)
 
     def check(self, batch: ModelInput) -> None:
-        """Checks on one batch that the model is its stem, its layers one after another, and its head.
+        """Checks on one batch that the model runs its stem, its layers one after another, and its head.
 
         Args:
             batch: A small batch on the device of the model.
@@ -189,7 +189,7 @@ class LayerList:
         return hidden, calls
 
     def _record(self, batch: ModelInput, *, first_only: bool = False) -> tuple[Tensor, list[LayerCall]]:
-        """Returns the inputs of the first layer, and the other arguments of every layer, or of the first only."""
+        """Returns the inputs of the first layer, and the other arguments of every layer, or of only the first."""
         received: list[Tensor] = []
         calls: list[LayerCall] = []
         passed: list[Tensor] = []
@@ -197,7 +197,9 @@ class LayerList:
         def record(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = _hidden(args, kwargs)
             if not isinstance(hidden, Tensor) or index != len(calls) or (passed and hidden is not passed[-1]):
-                self._refuse("its layers are not called one after another, each once, on the output of the one before")
+                self._refuse(
+                    "its layers are not called one after another, each once and with the output of the previous one"
+                )
             assert isinstance(hidden, Tensor)
             received.append(hidden)
             calls.append(LayerCall(args if HIDDEN in kwargs else args[1:], kwargs))
@@ -226,7 +228,7 @@ class LayerList:
         )
 
     def _call_with(self, output: Callable[[int, Tensor], Any], batch: ModelInput) -> Tensor:
-        """Runs the model with layers that return `output` of their index and input."""
+        """Runs the model with layers that are replaced by `output`, a function of their index and input."""
 
         def replace(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return output(index, _hidden(args, kwargs))
@@ -236,7 +238,7 @@ class LayerList:
 
     @contextmanager
     def _replaced(self, function: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        """Replaces the `forward` of every layer by `function` of its index and arguments."""
+        """Temporarily replaces the `forward` of every layer by `function`, which also receives the layer's index."""
 
         def stub(index: int) -> Callable[..., Any]:
             return lambda *args, **kwargs: function(index, args, kwargs)
@@ -260,7 +262,7 @@ class LayerList:
         raise AssertionError
 
     def _require_own_parameters(self) -> None:
-        """Checks that every parameter of a layer belongs to that layer alone."""
+        """Checks that no layer shares a parameter with another part of the model."""
         owners: dict[int, tuple[str, str]] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             own = next((p for p in map(self.prefix, range(len(self))) if name.startswith(p)), "")
@@ -274,10 +276,10 @@ class LayerList:
 
 
 def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
-    """Returns the name of the list of equal layers with most elements of the parameters.
+    """Returns the name of the list of layers of one type that contains most elements of the parameters.
 
     Args:
-        module: The model.
+        module: Module to search.
         parameters: Parameters by name.
 
     Raises:
@@ -294,13 +296,13 @@ def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
         if size > most:
             best, most = name, size
     if not best:
-        problem = f"{type(module).__name__} cannot be estimated layer by layer: it has no list of equal layers"
-        raise KfacpackError(f"{problem} with chosen parameters. {ORDINARY}")
+        problem = f"{type(module).__name__} cannot be estimated layer by layer: it has no list of layers of one type"
+        raise KfacpackError(f"{problem} with selected parameters. {ORDINARY}")
     return best
 
 
 def to_meta(module: nn.Module) -> None:
-    """Releases the parameters of a module: replaces them by parameters on the meta device."""
+    """Frees the memory of a module's parameters by replacing them with parameters on the meta device."""
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
             child._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
@@ -308,7 +310,7 @@ def to_meta(module: nn.Module) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Builds modules whose parameters are on the meta device, so that they take no memory. Buffers have values."""
+    """Context manager in which the parameters of new modules are on the meta device. Buffers are not affected."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

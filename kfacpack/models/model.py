@@ -35,7 +35,7 @@ def unknown_model(library: str, name: str, names: Iterable[str]) -> UnknownModel
 
     Args:
         library: Name of the library, such as `"timm"`.
-        name: The unknown name.
+        name: Model name that the library does not have.
         names: All model names of the library.
     """
     # OpenAI's name is ViT-B/32, open_clip's is ViT-B-32.
@@ -80,7 +80,7 @@ class CachedRepository:
 
 
 def cached_repositories() -> Iterator[CachedRepository]:
-    """Yields the model repositories in the local Hub cache, sorted by name. Makes no request."""
+    """Yields the model repositories in the local Hub cache, sorted by name, without network access."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -106,10 +106,10 @@ WeightsSource = Path | Literal["random"] | None
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a library, in eval mode, on a device, with the library's own parameter names."""
+    """A model of another library, in eval mode, with the library's own parameter names."""
 
     family: str
-    """Name of the family, as manifests record it."""
+    """Name of the family, as recorded in manifests."""
     name: str
     """Name without the family's prefix; for a folder, the folder's own name."""
     revision: str | None
@@ -127,17 +127,17 @@ class Model:
     preprocessing: str
     """One-line description of `prepare`, for the manifest."""
     checkpoint: Checkpoint
-    """Writes the module's current weights in a form that its own library loads."""
+    """Saves the module's current weights in a format that its own library can load."""
     encode_text: Callable[[Sequence[str]], Tensor] | None = None
-    """Maps N texts to normalised embeddings, (N, C), without gradient; None without a trained text tower."""
+    """Maps N texts to normalised embeddings, (N, C), without gradients; None if there is no trained text tower."""
     word_weights: Callable[[Sequence[str]], Tensor] | None = None
-    """Maps K words to (K, C), the weights of their logits as the next word; None if f does not predict words."""
+    """Maps K words to the rows of the output layer that predict them, (K, C); None if f does not predict words."""
     label_words: Callable[[Sequence[str], str], Sequence[str]] | None = None
     """Maps K class names and a task name to K words for `word_weights`; None if `word_weights` is None."""
     answer_tokens: Callable[[str], Sequence[Sequence[int]] | None] | None = None
-    """Maps a task name to the tokens of its answers, if f has a row for each of them; None for one row per example."""
+    """Maps a task name to the tokens of its answers. If it is or returns None, f has one row per example."""
     answer_classes: Callable[[str], Sequence[str]] | None = None
-    """Maps a task name to the classes that these answers name; None if `answer_tokens` is None."""
+    """Maps a task name to the names of the classes of these answers; None if `answer_tokens` is None."""
     output_layer: Callable[[], Tensor] | None = None
     """Returns W, (vocabulary, C), where softmax(W f) is the distribution of the next token; None if there is none."""
     layer_weights: LayerWeights | None = None
@@ -171,7 +171,7 @@ def unwrap_model(model: nn.Module | Model) -> tuple[nn.Module, Callable[..., Ten
 
 
 Loading = Literal["memory", "layers", "shapes"]
-"""All weights into memory; those of a layer when it is used; or arbitrary values of the same shapes, for forecasts."""
+"""How weights are loaded: all at once, those of a layer when it is used, or only shapes, with arbitrary values."""
 
 
 class ModelRequest(NamedTuple):

@@ -4,8 +4,8 @@ The templates are data, in `prompts.json`, by style and task:
 
 - `t5`: T5 v1.0 was trained on `TASK column: text column: text` with the class names as answers.
 - `flan`: flan-T5 was trained on questions with listed options.
-- `plain`: a text that a base language model continues with the answer, which begins with a space.
-- `chat`: a question to an instruction-tuned language model, which its chat template wraps.
+- `plain`: a text that a base language model continues with the answer. Answers begin with a space.
+- `chat`: a question to an instruction-tuned language model, formatted with its chat template.
 
 Each task has its own answers. The penalty keeps the drift of f small; the remaining drift is along the label words of
 the trained task, so tasks with the same words would still change each other's logits. For a task without a
@@ -32,9 +32,9 @@ class Prompt(NamedTuple):
     """The prompt of one task in one style."""
 
     template: str
-    """The text; the fields are the task's columns."""
+    """Format string whose fields are columns of the task."""
     answers: Mapping[str, str] = {}
-    """The answer that stands for each class, by class name; empty if the class names are the answers."""
+    """Answers by class name; empty if the class names are the answers."""
 
     @property
     def columns(self) -> set[str]:
@@ -50,7 +50,7 @@ PROMPTS: dict[PromptStyle, dict[str, Prompt]] = {
 
 
 def prompt_style(config: Any, default: PromptStyle, styles: Sequence[PromptStyle]) -> PromptStyle:
-    """Returns the prompt style of a model: the one that kfacpack recorded in its configuration, or the default.
+    """Returns the prompt style that kfacpack recorded in a model's configuration, or the default.
 
     Args:
         config: The model's configuration.
@@ -87,8 +87,8 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
         return [" ".join([task, *(f"{column}: {text}" for column, text in row.items())]) for row in rows]
     if prompt:
         missing = ", ".join(sorted(prompt.columns - set(columns)))
-        problem = f"the {style!r} template of {task!r} uses the column {missing}, but the examples have"
-        remedy = "Choose the columns with --columns (columns=…), or use another task name"
+        problem = f"the {style!r} template of {task!r} uses missing columns: {missing}; available columns:"
+        remedy = "Select the columns with --columns (columns=…), or use another task name"
         raise KfacpackError(f"{problem} {printable(', '.join(columns))}. {remedy}")
     end = "\nAnswer:" if style == "plain" else ""
     return ["\n".join(f"{column}: {text}" for column, text in row.items()) + end for row in rows]

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, from the user or the Hub, and checkpoints that a model's own library loads.
+"""Weights in safetensors files, from the user or the Hub, and checkpoints that a model's own library can load.
 
 Pickles are neither loaded nor downloaded.
 """
@@ -61,7 +61,7 @@ def download_weights(repository: str, filename: str, model: str) -> Path:
     Args:
         repository: Hub repository, optionally with `@revision`.
         filename: File that the library's registry lists, possibly a pickle.
-        model: Name of the model, for errors.
+        model: Name of the model, for error messages.
 
     Returns:
         The path of the file in the Hub cache.
@@ -80,7 +80,7 @@ def download_weights(repository: str, filename: str, model: str) -> Path:
 
 
 def mismatched_tensors(path: Path, expected: Mapping[str, Tensor], resized: tuple[str, ...] = ()) -> str | None:
-    """Describes the first tensor that is missing in a file or has a different shape; None if all match.
+    """Describes the first tensor that is missing from a file or has a different shape; None if all match.
 
     Args:
         path: Safetensors file.
@@ -109,7 +109,7 @@ def weights_error(
         path: Safetensors file.
         model: Name of the model.
         error: The exception that the library raised.
-        expected: Builds the state dict of such a model, to name the first tensor that does not match.
+        expected: Function that builds the state dict of such a model, to name the first tensor that does not match.
         resized: fnmatch patterns of the tensors whose shape the loader adapts.
     """
     if problem := mismatched_tensors(path, expected(), resized):
@@ -118,7 +118,7 @@ def weights_error(
 
 
 class UnloadedWeights(ABC):
-    """The weights of a module that was built on the meta device: those of its layers are loaded when they are used.
+    """The weights of a module that was built on the meta device. The weights of a layer are loaded when it is used.
 
     Args:
         module: The module. Weights outside of its main list of layers are loaded immediately.
@@ -145,7 +145,7 @@ class UnloadedWeights(ABC):
         self._load(names for names in self._tied if not names[0].startswith(f"{self.layers}."))
 
     def load(self, prefix: str) -> None:
-        """Gives values to the parameters whose names begin with a prefix.
+        """Loads the parameters whose names begin with a prefix.
 
         Raises:
             KfacpackError: If the weights cannot be read.
@@ -164,11 +164,11 @@ class UnloadedWeights(ABC):
 
     @abstractmethod
     def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor | None:
-        """Returns the values of a parameter with these names; None if f does not use it and it is missing."""
+        """Returns the values of a parameter with these names; None if it is missing and f does not use it."""
 
 
 class PlaceholderWeights(UnloadedWeights):
-    """Arbitrary values, for forecasts, which depend on shapes only. Large matrices outside of layers take no memory."""
+    """Arbitrary values for forecasts, which depend only on shapes. Large matrices outside of layers take no memory."""
 
     def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -188,7 +188,7 @@ class SafetensorsWeights(UnloadedWeights):
         module: As for `UnloadedWeights`.
         dtype: As for `UnloadedWeights`.
         device: As for `UnloadedWeights`.
-        files: The files.
+        files: Safetensors files; together, they contain all weights.
         prefix: Prefix that the names in the files may have or lack, such as `"model"`.
         unused: Prefixes of parameters that f does not use and that may be missing.
     """
@@ -218,7 +218,7 @@ class SafetensorsWeights(UnloadedWeights):
         if not names[0].startswith(self._unused):
             where = self._files[0] if len(self._files) == 1 else self._files[0].parent
             problem = f"{where}: does not contain the weights of this model: {names[0]!r} is missing"
-            raise KfacpackError(f"{problem}. If the names are those of an older version, load it without --stream")
+            raise KfacpackError(f"{problem}. If the file has the names of an older version, estimate without --stream")
         self.missing.update(names)
         return None
 
@@ -227,8 +227,8 @@ class SafetensorsWeights(UnloadedWeights):
             return None
         tensor = map_tensor(self._containers[stored], stored)
         if tuple(tensor.shape) != shape:
-            found = f"tensor {stored!r} has shape {list(tensor.shape)}, expected {list(shape)}"
-            raise KfacpackError(f"{self._containers[stored].path}: {found}")
+            problem = f"tensor {stored!r} has shape {list(tensor.shape)}, expected {list(shape)}"
+            raise KfacpackError(f"{self._containers[stored].path}: {problem}")
         values = tensor.to(self._device, self._dtype)
         # Layers stay mapped while they are used; the other weights are copied, because they are used until the end.
         is_mapped = values.data_ptr() == tensor.data_ptr()
@@ -236,18 +236,18 @@ class SafetensorsWeights(UnloadedWeights):
 
 
 class Checkpoint(ABC):
-    """Saves the current weights of a module in a form that its own library loads."""
+    """Saves the current weights of a module in a format that its own library can load."""
 
     def __init__(self, load_command: Callable[[Path], str]):
         self.load_command = load_command
-        """Returns, for a path, the line of Python that loads a checkpoint saved there."""
+        """Function that returns the line of Python that loads a checkpoint from a given path."""
 
     @abstractmethod
     def check(self, path: Path) -> None:
-        """Checks a path before a long computation.
+        """Checks, before a long computation, that a checkpoint can be saved to a path.
 
         Raises:
-            KfacpackError: If a checkpoint cannot be saved there.
+            KfacpackError: If the path cannot be used.
         """
 
     @abstractmethod
@@ -260,14 +260,14 @@ class Checkpoint(ABC):
 
 
 class CheckpointFile(Checkpoint):
-    """A safetensors file with the module's state dict, as open_clip and timm load it."""
+    """A safetensors file with the module's state dict, which open_clip and timm can load."""
 
     def __init__(self, module: nn.Module, load_command: Callable[[Path], str], prefix: str = ""):
         """Creates the checkpoint of a module.
 
         Args:
             module: Module whose state dict is saved.
-            load_command: Returns, for a path, the line of Python that loads the file.
+            load_command: Function that returns the line of Python that loads the file at a given path.
             prefix: Only tensors whose names start with this prefix are saved.
         """
         super().__init__(load_command)
@@ -289,14 +289,14 @@ class CheckpointFile(Checkpoint):
 
 
 class CheckpointFolder(Checkpoint):
-    """A folder with config, tokenizer and weights, as transformers loads it."""
+    """A folder with config, tokenizer and weights, in the layout of transformers."""
 
     def __init__(self, fill: Callable[[Path], None], load_command: Callable[[Path], str]):
         """Creates the checkpoint of a model.
 
         Args:
-            fill: Writes the files into an empty folder.
-            load_command: Returns, for a path, the line of Python that loads the folder.
+            fill: Function that writes the files into an empty folder.
+            load_command: Function that returns the line of Python that loads the folder at a given path.
         """
         super().__init__(load_command)
         self._fill = fill

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_CLASSES = 60
 """Maximum number of classes on a sheet."""
 THUMBNAIL, GAP, NAME, LINE, MARGIN = 64, 4, 150, 24, 12
-"""Pixels: side of a thumbnail, gap between two, width of a class name, height of a text line, outer margin."""
+"""Sizes in pixels: side of a thumbnail, gap between thumbnails, width of a class name, height of a line, margin."""
 SHAPES = ((12, 1, 12), (24, 2, 8), (MAX_CLASSES, 3, 5))
 """Layouts of a sheet: maximum number of classes, columns of classes, and examples per class."""
 INK, FAINT, PAPER = (20, 20, 20), (120, 120, 120), (255, 255, 255)
@@ -77,9 +77,9 @@ def _class_names(task: Task, split: Split) -> tuple[str, ...]:
     example = split[0]
     if "image" not in example:
         columns = ", ".join(map(repr, example))
-        raise KfacpackError(f"{task.name}: a contact sheet needs images, but the examples have {printable(columns)}")
+        raise KfacpackError(f"{task.name}: a contact sheet needs images, but the data has columns {printable(columns)}")
     if task.classes is None:
-        raise KfacpackError(f"{task.name}: a contact sheet needs classes, but there is no column of class labels")
+        raise KfacpackError(f"{task.name}: a contact sheet needs classes, but the data has no column of class labels")
     return task.classes
 
 

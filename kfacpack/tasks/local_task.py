@@ -1,6 +1,6 @@
-"""Tasks from files: parquet in the Hub's layout, or images in one folder per class, local or on the Hub.
+"""Tasks from local files or the Hub: parquet or JSON Lines files, or images in one folder per class.
 
-Splits read their examples on access.
+Examples are read when they are accessed.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class LocalSplit:
         Args:
             data: `datasets.Dataset` with the rows of the files.
             columns: Input and label columns.
-            source: Origin to record.
+            source: Origin of the data, as recorded in manifests.
             rows: Rows of the data that belong to the split.
-            stored: Name of the split in the files, for errors.
+            stored: Name of the split in the files, for error messages.
             files: Image file of each row, if the rows are image files.
         """
         self.source = source
@@ -109,7 +109,7 @@ class LocalSplit:
             KfacpackError: If there is no label column, or the label is not a class.
         """
         if self._columns.label is None:
-            remedy = "Choose a column of strings or integers: --columns label=COLUMN (columns='label=COLUMN')"
+            remedy = "Select a column of strings or integers: --columns label=COLUMN (columns='label=COLUMN')"
             raise KfacpackError(f"{self.source.dataset}: there is no column of class labels. {remedy}")
         label = self._labels[self._rows[index]]
         if label not in self._class_of:
@@ -134,15 +134,15 @@ class LocalSplit:
 
 CARD = "README.md"
 TEMPLATES = ("a photo of a {}.",)
-"""Prompt templates of images without a definition."""
+"""Prompt templates of image tasks that are not published tasks."""
 
 
 class LocalTask:
     """A task from files. Implements `Task`.
 
     Splits are found by file names; files are opened or downloaded when a split is read. `validation` is the data's own
-    split (which may be named valid, val or dev), or else a fixed tenth of `train`, at most 5000 examples; `train` is
-    then the rest. There is no `validation` if `train` has fewer than ten examples.
+    split (which may be named valid, val or dev), or else a fixed tenth of `train`, at most 5000 examples, which are
+    then excluded from `train`. There is no `validation` if `train` has fewer than ten examples.
 
     The definition of a published task determines the mapping of stored splits, the columns, the class names in prompts,
     and whether rows without a label are left out.
@@ -190,7 +190,7 @@ class LocalTask:
         return self._shards or self._images
 
     def _arrange(self, stored: Splits) -> Splits:
-        """Maps stored splits to the task's, `train` first.
+        """Maps stored splits to splits of the task, with `train` first.
 
         The first existing name of a split is used. With a definition, other stored splits are ignored; without one,
         only `validation` has several names.
@@ -210,7 +210,7 @@ class LocalTask:
 
     @cached_property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes; None without a label column."""
+        """Names of the classes; None if there is no label column."""
         stored = self._stored_classes
         return self.definition.words(stored) if self.definition and stored is not None else stored
 
@@ -223,11 +223,11 @@ class LocalTask:
 
     @cached_property
     def _values(self) -> tuple[Any, ...]:
-        """Classes of a label without class names: its values in `train`."""
+        """Classes of a label column without class names: the distinct values in `train`."""
         values = {value for value in self._read_labels(self._first_split) if not _is_unlabelled(value)}
         if not values:
             raise KfacpackError(
-                f"{self.data_source.name}: column {printable(str(self._columns.label))!r} has no labels"
+                f"{self.data_source.name}: column {printable(str(self._columns.label))!r} contains no labels"
             )
         return tuple(sorted(values))
 
@@ -238,7 +238,7 @@ class LocalTask:
 
     @property
     def templates(self) -> tuple[str, ...]:
-        """Prompt templates; empty for texts."""
+        """Prompt templates; empty for text tasks."""
         if not self._images and IMAGE not in self._columns.inputs:
             return ()
         return self.definition.templates if self.definition else TEMPLATES
@@ -292,7 +292,7 @@ class LocalTask:
 
     @cached_property
     def _declared(self) -> Any | None:
-        """Column types from the dataset card, if the files have no such metadata and the columns are the same."""
+        """Column types from the dataset card; None if the files contain them, or the card describes other columns."""
         file = self.data_source.file(self._shards[self._first_split][0])
         if CARD not in self.data_source.paths() or data_files.has_hf_metadata(file):
             return None
@@ -307,7 +307,7 @@ class LocalTask:
         return sum(data_files.read_schema(self.data_source.file(path))[1] for path in self._shards[split])
 
     def _labelled_rows(self, split: str) -> Sequence[int]:
-        """Returns the rows in the files of a split, without unlabelled ones if the definition drops them."""
+        """Returns the rows in the files of a split, except unlabelled ones if the definition drops them."""
         if not self._drops_unlabelled or self._images:
             return range(self._num_rows(split))
         return [row for row, value in enumerate(self._read_labels(split)) if not _is_unlabelled(value)]
@@ -346,7 +346,8 @@ class LocalTask:
         """Opens a split.
 
         Raises:
-            KfacpackError: If there is no such split, its files cannot be read, or its classes are not those of `train`.
+            KfacpackError: If there is no such split, its files cannot be read, or its classes differ from those of
+                `train`.
         """
         # For a stored split, avoid `splits`, which may download the files of `train`.
         if name not in self._files and name not in self.splits:
@@ -359,7 +360,7 @@ class LocalTask:
         if columns.by_value:
             columns = replace(columns, values=self._values)
         elif columns.classes != self._stored_classes:
-            problem = f"the classes of {name!r} are not those of {self._first_split!r}"
+            problem = f"the classes of {name!r} differ from those of {self._first_split!r}"
             raise KfacpackError(f"{self.data_source.name}: {problem}")
         if IMAGE in columns.inputs and not is_image(data.features[columns.inputs[IMAGE]]):
             import datasets

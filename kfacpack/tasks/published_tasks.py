@@ -19,11 +19,11 @@ from kfacpack.tasks.data_sources import RequestedColumns
 from kfacpack.tasks.task import validation_indices
 
 ClassNamesFn = Callable[[Sequence[str]], tuple[str, ...]]
-"""Maps the class names that a dataset stores to words for prompts."""
+"""Function that maps stored class names to words for prompts."""
 
 
 def plain_names(stored: Sequence[str]) -> tuple[str, ...]:
-    """Replaces the characters that stand for spaces in folder names, such as baseball_diamond or /c/church/outdoor."""
+    """Converts stored names such as baseball_diamond or /c/church/outdoor to words separated by spaces."""
     return tuple(map(_plain_name, stored))
 
 
@@ -48,12 +48,12 @@ def _alphanumeric(name: str) -> str:
 
 
 IMAGE_COLUMNS = {"image": ("image", "img")}
-"""Columns of a dataset of images."""
+"""Possible names of the image column."""
 VALIDATION = ("validation", "valid", "val", "dev")
-"""Names of a validation split."""
+"""Possible names of a validation split."""
 DEFAULT_SPLITS = {"train": ("train",), "validation": VALIDATION, "test": ("test",)}
 HIDDEN_TEST_SPLITS = {"train": ("train",), "test": ("validation", "test")}
-"""If the labels of `test` are not public, `validation` is used as `test`, and `train` is split for validation."""
+"""Splits of datasets whose test labels are not public: `validation` is used as the test split."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class PublishedTask:
     repository: str
     """Repository on the Hub, `owner/repository`."""
     license: str | None
-    """License as stated by the owners of the data; None if they state none."""
+    """License stated by the owners of the data; None if none is stated."""
     classes: int
     """Number of classes."""
     stored: Mapping[str, int]
-    """Number of examples of each split that is stored in the repository."""
+    """Number of examples of each split in the repository."""
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: IMAGE_COLUMNS)
     """Possible column names, by key in the example; the repository's own name comes first."""
     label: tuple[str, ...] = ("label", "labels")
@@ -79,8 +79,8 @@ class PublishedTask:
     revision: str | None = None
     """Revision of the repository; None for the main branch."""
     splits: Mapping[str, tuple[str, ...]] | None = None
-    """Possible names of the stored split, by split; the first that exists is used. Other stored
-    splits, such as corrupted copies of `test`, are ignored."""
+    """Possible names of each split in the repository; the first that exists is used. Other splits of the repository,
+    such as corrupted copies of `test`, are ignored. None for `DEFAULT_SPLITS`."""
     prompts: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
     """Prompt templates, with {} in place of the class name, or a function that reads them from a package."""
     words: ClassNamesFn = plain_names
@@ -92,12 +92,12 @@ class PublishedTask:
 
     @property
     def templates(self) -> tuple[str, ...]:
-        """Prompt templates, with {} in place of the class name; empty for texts."""
+        """Prompt templates, with {} in place of the class name; empty for text tasks."""
         return self.prompts() if callable(self.prompts) else self.prompts
 
     @property
     def split_names(self) -> Mapping[str, tuple[str, ...]]:
-        """Possible names of the stored split, by split."""
+        """Possible names of each split in the repository."""
         return self.splits or DEFAULT_SPLITS
 
     @property
@@ -107,7 +107,7 @@ class PublishedTask:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of examples of each split in the repository's data."""
+        """Number of examples of each split of the task."""
         if "validation" in self.stored:
             return dict(self.stored)
         held_out = len(validation_indices(self.stored["train"]))
@@ -182,7 +182,7 @@ GTSRB_SIGNS = (
     ("ueberholverbot_aufgehoben", "white circle with gray strike bar indicating no passing for cars has ended"),
     ("lkw_ueberholverbot_aufgehoben", "white circle with gray strike bar indicating no passing for trucks has ended"),
 )
-"""German name and CLIP's class name of the 43 GTSRB signs, in the order of the benchmark's class numbers.
+"""German names and CLIP's class names of the 43 GTSRB signs, in the order of the benchmark's class numbers.
 
 The two spelling mistakes are CLIP's and are kept, because published scores use these prompts.
 """
@@ -191,14 +191,14 @@ _GTSRB_BY_NAME = names_from_table({**dict(GTSRB_SIGNS), **{words: words for _, w
 
 
 def gtsrb_classes(stored: Sequence[str]) -> tuple[str, ...]:
-    """Returns CLIP's class names for the stored ones: CLIP's own, German names or class numbers such as 00014."""
+    """Returns CLIP's class names for classes stored under CLIP's names, German names or numbers such as 00014."""
     if all(re.fullmatch(r"\d{1,5}", name) and int(name) < len(GTSRB_SIGNS) for name in stored):
         return tuple(GTSRB_SIGNS[int(name)][1] for name in stored)
     return _GTSRB_BY_NAME(stored)
 
 
 def _join_words(*parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Joins one word of each part: ("a photo of",), ("a", "the"), ("{}",) -> "a photo of a {}.", and so on."""
+    """Returns all combinations of one phrase per part, such as "a photo of a {}." and "a photo of the {}."."""
     return tuple(" ".join(word for word in words if word) + "." for words in product(*parts))
 
 
@@ -228,10 +228,10 @@ def imagenet_templates() -> tuple[str, ...]:
 
 
 def imagenet_classes(stored: Sequence[str]) -> tuple[str, ...]:
-    """Returns open_clip's class names for the stored ones.
+    """Returns open_clip's names for the classes of a copy of ImageNet.
 
-    WordNet ids are looked up, and all thousand classes in their usual order are replaced by position; of other names
-    with synonyms, the first is used.
+    WordNet ids are looked up. If there are a thousand classes in the usual order, they are mapped by position. In all
+    other cases, the first synonym in each name is used.
     """
     names = _open_clip_metadata()["IMAGENET_CLASSNAMES"]
     if all(map(WORDNET.fullmatch, stored)):
@@ -267,7 +267,7 @@ _nli_task = partial(PublishedTask, inputs=NLI_COLUMNS, label=NLI_LABEL, words=tu
 
 
 def _sizes(*sizes: int) -> dict[str, int]:
-    """Returns the stored sizes of train and test, or of train, validation and test, by split."""
+    """Returns sizes by split. Two sizes are those of train and test; three are those of train, validation and test."""
     splits = ("train", "test") if len(sizes) == 2 else ("train", "validation", "test")
     return dict(zip(splits, sizes, strict=True))
 

@@ -25,14 +25,14 @@ TASKS: dict[str, Callable[[], Task]] = {
     "emblems": drawn_tasks.load_emblems,
     "weaves": drawn_tasks.load_weaves,
 }
-"""Loaders of the tasks in the package, by name. Their data is created or read when a split is used."""
+"""Loaders of the embedded tasks, by name. The images are generated when a split is used."""
 
 
 def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns: str | None = None) -> Task:
-    """Loads a task by name. Only the names of its files are read.
+    """Loads a task by name. Its files are listed, but are not read until they are needed.
 
     Args:
-        name: A registered task, `NAME@k/n` for the k-th of n parts by classes, or any name together with `data`.
+        name: A registered task, `NAME@k/n` for the k-th of n groups of its classes, or any name together with `data`.
         data: Data to use instead of the registered one: a folder, or `hf://datasets/OWNER/REPO[@REVISION][/CONFIG]`.
             The definition of a published task (columns, class names, prompts) also applies to a copy of its data.
         columns: Columns of the data, such as `"image=IMG,label=Y"`; by default they are chosen by name or type.

@@ -2,7 +2,7 @@
 
 A class split `NAME@k/n` divides a task's classes into n groups, as in class-incremental learning, and keeps the
 examples of the k-th. The groups are consecutive and as even as possible. Classes, labels and heads are those of the
-whole task: vectors of the parts have the same head, and their sum is evaluated on the union of the classes. Training
+whole task: vectors of the parts have the same head, and their sum is evaluated on the union of their classes. Training
 uses only the logits of the group's own classes; evaluation uses all of them.
 """
 
@@ -42,7 +42,7 @@ class DataOrigin:
 
 
 class Split(Protocol):
-    """Examples in a fixed order."""
+    """A split of a task: labelled examples in a fixed order."""
 
     source: DataOrigin
     """The origin of the examples."""
@@ -85,12 +85,12 @@ class Task(Protocol):
 
     @property
     def templates(self) -> tuple[str, ...]:
-        """Prompts for CLIP's text tower, with {} in place of the class name; empty for a task of texts."""
+        """Prompts for CLIP's text tower, with {} in place of the class name; empty for text tasks."""
         ...
 
     @property
     def source(self) -> str:
-        """The source of the data."""
+        """Origin of the data, as recorded in manifests."""
         ...
 
     @property
@@ -109,7 +109,7 @@ class Task(Protocol):
     def listing(self, split: str) -> list[tuple[str, str]]:
         """Returns the path and a content digest of each file of a split.
 
-        Empty for the package's own tasks, whose examples change only with the version.
+        The list is empty for embedded tasks, whose examples change only with the version of kfacpack.
 
         Args:
             split: Name of the split.
@@ -129,12 +129,12 @@ class Task(Protocol):
 
 
 class ClassSplitName(NamedTuple):
-    """The parts of a name `NAME@k/n`."""
+    """The components of the name of a class split, `NAME@k/n`."""
 
     whole: str
     """Name of the whole task."""
     k: int
-    """Number of the part, from 1."""
+    """Number of the part, starting at 1."""
     n: int
     """Number of parts."""
 
@@ -163,13 +163,13 @@ class ClassSplitTask:
     """The k-th of n parts of a task, by classes. Implements `Task`.
 
     Raises:
-        KfacpackError: If the classes are unknown, or too few for n parts of at least two classes.
+        KfacpackError: If the classes are unknown, or there are fewer than two classes per part.
     """
 
     whole: Task
     """The whole task."""
     k: int
-    """Number of the part, from 1."""
+    """Number of the part, starting at 1."""
     n: int
     """Number of parts."""
 
@@ -178,7 +178,9 @@ class ClassSplitTask:
         if not classes:
             raise KfacpackError(f"{name}: the class names are unknown, so the task cannot be divided by classes")
         if len(classes) < 2 * self.n:
-            problem = f"{len(classes)} classes in {self.n} parts leave fewer than two classes in a part"
+            problem = (
+                f"{len(classes)} classes cannot be divided into {self.n} parts: some would have fewer than two classes"
+            )
             limit = len(classes) // 2
             remedy = f"Use at most {limit} part{'s' * (limit != 1)}" if limit else "The task cannot be divided"
             raise KfacpackError(f"{name}: {problem}. {remedy}")
@@ -216,7 +218,7 @@ class ClassSplitTask:
 
     @property
     def source(self) -> str:
-        """The source of the data."""
+        """Origin of the data."""
         return self.whole.source
 
     @property
@@ -233,7 +235,7 @@ class ClassSplitTask:
         return self.whole.listing(split)
 
     def split(self, name: str) -> ClassSplitView:
-        """Returns the part's examples of a split.
+        """Returns the examples of a split that belong to the part.
 
         Raises:
             KfacpackError: If the split has no example of the part's classes.
@@ -252,10 +254,10 @@ class ClassSplitTask:
 
 
 class ClassSplitView:
-    """The examples of some classes of a split, in the split's order, with its labels."""
+    """A view of a split that contains only the examples of some classes. Order and labels are unchanged."""
 
     def __init__(self, whole: Split, classes: range):
-        """Selects the examples.
+        """Selects the examples of some classes.
 
         Args:
             whole: Split of the whole task.
@@ -287,7 +289,7 @@ def own_classes(task: Task) -> range | None:
 
 
 def has_completions(task: Task) -> bool:
-    """Returns whether the examples of a task are prompts with completions rather than members of classes."""
+    """Returns whether the examples of a task are prompts with completions rather than examples with class labels."""
     if task.classes is not None:
         return False
     split = task.split(task.splits[0])
@@ -298,7 +300,7 @@ def parse_count(text: str, size: int) -> int:
     """Parses a number of examples.
 
     Args:
-        text: A number (`"256"`), a share (`"30%"`) or `"all"`.
+        text: A number (`"256"`), a percentage (`"30%"`) or `"all"`.
         size: Number of available examples, the maximum of the result.
 
     Returns:
@@ -316,7 +318,7 @@ def parse_count(text: str, size: int) -> int:
         return max(1, round(size * float(share[1]) / 100))
     if re.fullmatch(r"[1-9][0-9]{0,12}", text):
         return min(int(text), size)
-    raise KfacpackError(f"examples {text!r}: expected a number such as 256, a share such as 30%, or 'all'")
+    raise KfacpackError(f"examples {text!r}: expected a number such as 256, a percentage such as 30%, or 'all'")
 
 
 def sample_indices(size: int, count: int, seed: int) -> list[int]:

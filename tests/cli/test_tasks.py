@@ -141,7 +141,9 @@ def test_published_tasks_are_listed_and_shown_without_a_network(monkeypatch):
 def test_an_ambiguous_task_name_gives_a_warning():
     assert "--data hf://datasets/ylecun/mnist" in " ".join(run("mnist").stdout.split())
     note = CliRunner().invoke(app, ["eval", "--task", "mnist", "--model", "no-such-model"]).stderr
-    assert "warning: the embedded task mnist is MNIST, 5,000 digits" in " ".join(note.split())
+    note = " ".join(note.split())
+    assert "warning: the embedded task mnist is not the public dataset of that name" in note
+    assert "it contains MNIST, 5,000 digits" in note
     quiet = CliRunner().invoke(app, ["eval", "--task", "mnist", "--model", "no-such-model", "--quiet"]).stderr
     assert "warning" not in quiet
 

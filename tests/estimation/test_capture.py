@@ -167,7 +167,7 @@ REFUSED = {
     "custom function": (lambda m, x: Twice.apply(m.w) * x[:, :4], {"w": (4,)}, "custom autograd functions"),
     "used twice": (lambda m, x: x[:, :4] @ m.w @ m.w, {"w": (4, 4)}, "'w' is used 2 times"),
     "scale used twice": (lambda m, x: (x[:, :4] * m.w).tanh() * m.w, {"w": (4,)}, "'w' is used 2 times"),
-    "mixed examples": (lambda m, x: (x @ m.w).softmax(0), {"w": (5, 4)}, "changes with the batch it is in"),
+    "mixed examples": (lambda m, x: (x @ m.w).softmax(0), {"w": (5, 4)}, "other examples of its batch"),
     "computed from itself": (lambda m, x: x @ F.normalize(m.w, dim=0), {"w": (5, 4)}, "shared by all examples"),
 }
 

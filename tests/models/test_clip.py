@@ -337,7 +337,7 @@ def test_damaged_weights_are_refused(clip_folder, bert_folder, tmp_path):
         load_model(f"clip:{bert_folder}")
     with refused(KfacpackError, "no such directory", "config.json"):
         load_model("clip:./nowhere")
-    with refused(KfacpackError, "image size 4", "patch of 8"):
+    with refused(KfacpackError, "image size 4", "patch size 8"):
         load_model(f"clip:{clip_folder}", image_size=4)
     shutil.copytree(clip_folder, tmp_path / "copy")
     (tmp_path / "copy" / "model.safetensors").unlink()

@@ -195,7 +195,7 @@ def test_mnist_is_complete_only_with_data(copies, offline):
     ours = load_task("mnist")
     assert ours.sizes["test"] == 1000
     (notice,) = ours.notices("ViT-B-32/openai")
-    assert "its test split has 1,000 of them" in notice
+    assert "its test split has 1,000 examples" in notice
     assert "--data hf://datasets/ylecun/mnist" in notice
     assert ours.notices("tiny") == ()
     assert load_task("digits").notices("ViT-B-32/openai") == ()
@@ -388,7 +388,7 @@ def test_layouts():
     # A config named by the user is never replaced by files without a config.
     assert parquet_files([train, *two], "rte", "here", exact=True) == {"train": [f"rte/{train}"]}
     assert parquet_files([train], "default", "here", exact=True) == {"train": [train]}
-    with refused(KfacpackError, "no config 'qnli'", "its configs are "):
+    with refused(KfacpackError, "no config 'qnli'", "mnli, rte"):
         parquet_files([train, *two], "qnli", "here", exact=True)
     with refused(KfacpackError, "no config 'qnli'", "no configs", "--data here"):
         parquet_files([train], "qnli", "here", exact=True)

@@ -1,4 +1,4 @@
-"""Model families and the registry that loads a model by name. Adding a family is one module and one entry here."""
+"""Model families and the registry that loads a model by name. A new family needs one module and one entry here."""
 
 from __future__ import annotations
 
@@ -108,10 +108,11 @@ def load_model(
         dtype: Dtype of the module.
         device: Device of the module.
         seed: Seed of a random initialisation.
-        prompts: Prompt style of a language model: `"t5"` or `"flan"` for `t5:`, `"plain"` or `"chat"` for `lm:`. By
-            default the one it was trained with.
-        loading: `"layers"` reads the weights of a layer when it is used, for `kp.estimate_task(..., stream=True)` on
-            `hf:` and `lm:` models that do not fit into memory. `"shapes"` reads no weights, for forecasts.
+        prompts: Prompt style of a language model: `"t5"` or `"flan"` for `t5:`, `"plain"` or `"chat"` for `lm:`. The
+            default is the style that the model was trained with.
+        loading: `"memory"` loads all weights. `"layers"` loads the weights of a layer when it is used, for
+            `kp.estimate_task(..., stream=True)` on `hf:` and `lm:` models that do not fit into memory. `"shapes"` loads
+            no weights, for forecasts.
 
     Returns:
         The model, in eval mode.
@@ -142,10 +143,10 @@ def load_model(
 
 
 def resolve_model(model: Model | str) -> Model:
-    """Returns a model that is given as such or by its name.
+    """Returns the model itself, or loads it if a name is given.
 
     Raises:
-        KfacpackError: If the argument is something else, such as a plain module, or the model cannot be loaded.
+        KfacpackError: If the argument is neither a `Model` nor a name, or the model cannot be loaded.
     """
     if isinstance(model, str):
         return load_model(model)

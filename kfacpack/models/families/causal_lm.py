@@ -1,7 +1,7 @@
 """Causal language models of transformers, such as `lm:HuggingFaceTB/SmolLM2-135M` or `lm:DIR`.
 
-f is the final hidden state, after the last norm, at the positions that predict the answer. Each pair of an example and
-such a position is a row of f. An answer is
+f is the final hidden state, after the last norm, at the positions that predict the answer. An example has
+one row of f for each of these positions. An answer is
 
 - one token after the prompt, for a task whose classes are all named by single tokens: one row per example;
 - every label word, for a task whose template names a class by several tokens: each example is a group of sequences,
@@ -44,7 +44,7 @@ class CausalLMFamily:
     prefix = name = "lm"
     form = "lm:NAME_OR_DIR"
     takes_folder = True
-    f = "the final hidden state of a causal language model where it predicts the answer"
+    f = "the final hidden state of a causal language model at the positions that predict the answer"
     head = "words"
     prompt_styles: tuple[PromptStyle, ...] = ("plain", "chat")
 
@@ -64,7 +64,7 @@ class CausalLMFamily:
         decoder = module.base_model
 
         def forward(input_ids: Tensor, attention_mask: Tensor, answers: Tensor) -> Tensor:
-            """Returns the rows of f, (P, hidden), of sequences (N, length) or (N, K, length), padded on any side."""
+            """Returns the rows of f, (P, hidden), for padded sequences (N, length) or (N, K, length)."""
             ids, mask, chosen = (tensor.to(device).flatten(0, -2) for tensor in (input_ids, attention_mask, answers))
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)
             hidden = decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
@@ -119,8 +119,8 @@ class AnswerTexts:
     The prompt and the answer are tokenized separately, so that the tokens of an answer do not depend on the prompt.
 
     Args:
-        model: Name of the model, for errors.
-        tokenizer: Its tokenizer.
+        model: Name of the model, for error messages.
+        tokenizer: Tokenizer of the model.
         style: Prompt style, `plain` or `chat`.
         limit: Maximum length of a sequence in tokens.
     """
@@ -150,7 +150,7 @@ class AnswerTexts:
         labels = self.answer_tokens(task)
         if labels is None:
             # The token that follows the last position of the prompt is the answer, and is not needed as an input.
-            return self._padded([self._sequence(row, [0])[:2] for row in rows], after=0)
+            return self._padded([self._sequence(row, [0])[:2] for row in rows], included=0)
         batch = self._padded([self._sequence(row, list(tokens)) for row in rows for tokens in labels])
         return {key: tensor.unflatten(0, (len(rows), len(labels))) for key, tensor in batch.items()}
 
@@ -172,21 +172,21 @@ class AnswerTexts:
         return tokens or ([] if start is None else [start])
 
     def _completion(self, text: str) -> list[int]:
-        """Returns the tokens of a completion and the token that ends it, if the tokenizer has one."""
+        """Returns the tokens of a completion, followed by the end token if the tokenizer has one."""
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         end = self._tokenizer.eos_token_id
         return tokens if end is None or not tokens else [*tokens, end]
 
     def _sequence(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Returns prompt and answer; a sequence that is too long is shortened at the start of the prompt."""
+        """Returns the prompt and the answer. If they exceed the limit, the start of the prompt is removed."""
         if not prompt or not answer:
             text = "" if not prompt else f" after the prompt {self._excerpt(prompt)}"
             part = "completion" if prompt else "prompt"
             raise KfacpackError(f"{self._model}: an example has an empty {part}{text}; expected at least one token")
         if len(answer) >= self.limit:
-            problem = f"the completion after {self._excerpt(prompt)} has {len(answer)} tokens, the end included"
+            problem = f"the completion after {self._excerpt(prompt)} has {len(answer)} tokens, including the end token"
             remedy = (
-                f"expected at most {self.limit - 1}, so that one token of the prompt fits. Shorten it, or omit the row"
+                f"expected at most {self.limit - 1}, so that a token of the prompt fits. Shorten it, or omit the row"
             )
             raise KfacpackError(f"{self._model}: {problem}; {remedy}")
         return prompt[-(self.limit - len(answer)) :], answer
@@ -194,15 +194,17 @@ class AnswerTexts:
     def _excerpt(self, tokens: list[int]) -> str:
         return repr(printable(self._tokenizer.decode(tokens), max_length=40))
 
-    def _padded(self, sequences: Sequence[tuple[list[int], list[int]]], after: int | None = None) -> dict[str, Tensor]:
+    def _padded(
+        self, sequences: Sequence[tuple[list[int], list[int]]], included: int | None = None
+    ) -> dict[str, Tensor]:
         """Pads sequences on the right to (N, length).
 
         Args:
             sequences: Tokens of the prompt and of the answer.
-            after: Number of the answer's tokens to include; None includes all. The last one predicts nothing, but
-                is the target of the position before it.
+            included: Number of tokens of the answer to include; None for all. The last token predicts nothing, but is
+                the target of the position before it.
         """
-        rows = [[*prompt, *answer[:after]] for prompt, answer in sequences]
+        rows = [[*prompt, *answer[:included]] for prompt, answer in sequences]
         length = max(map(len, rows), default=0)
         padding = self._tokenizer.pad_token_id or 0
         ids = torch.tensor([[*row, *[padding] * (length - len(row))] for row in rows])
@@ -233,7 +235,7 @@ def _causal_class(config: Any, name: str) -> Any:
 
 
 def _require_dense_layers(module: nn.Module, name: str) -> None:
-    """Rejects mixtures of experts, in which the weights that are used depend on the input."""
+    """Rejects mixtures of experts, which use different weights for different tokens."""
     for path, child in module.named_modules():
         if any(part in type(child).__name__.lower() for part in EXPERTS):
             problem = f"lm:{name} is a mixture of experts: {path!r} is a {type(child).__name__}"
@@ -242,7 +244,7 @@ def _require_dense_layers(module: nn.Module, name: str) -> None:
 
 
 def _require_linear_output(module: Any, output_layer: Tensor, name: str) -> None:
-    """Checks on two tokens that the logits are the output layer times the final hidden state, without further steps."""
+    """Checks on two tokens that the logits are the product of the output layer and the final hidden state."""
     tokens = torch.tensor([[1, 2]], device=output_layer.device)
     with torch.no_grad():
         expected = module(input_ids=tokens, use_cache=False).logits[0].float()

@@ -36,7 +36,7 @@ from kfacpack.models.prompts import PromptStyle
 from kfacpack.models.weights import CheckpointFolder, check_safetensors, format_call
 
 POSITIONS = "vision_model.embeddings.position_embedding.weight"
-"""Name of the position embedding, which is resampled to another image size."""
+"""Name of the position embedding, which is resampled if the image size changes."""
 FROZEN = ("vision_model.embeddings.patch_embedding.*", "vision_model.embeddings.position_embedding.*")
 """Patch and position embeddings of the vision tower."""
 TEXT = ("text_model.", "text_projection.", "logit_scale")
@@ -54,15 +54,15 @@ class ClipFamily:
     prefix = name = "clip"
     form = "clip:NAME_OR_DIR"
     takes_folder = True
-    f = "the image embedding of transformers' CLIP, normalised"
+    f = "the normalised image embedding of transformers' CLIP"
     head = "text"
     prompt_styles: tuple[PromptStyle, ...] = ()
 
     def load(self, request: ModelRequest) -> Model:
         """Loads a model.
 
-        Weights without the text tower give a model without a text head. A folder of `CLIPVisionModel` has no
-        projection; f is then the normalised pooled output of the tower, and the manifest records that function.
+        If the weights lack the text tower, the model has no text head. A folder of `CLIPVisionModel` has no projection;
+        f is then the normalised pooled output of the tower, which the manifest records.
         """
         name, device, dtype = request.name, request.device, request.dtype
         (config,) = load_components(name, self.prefix, ("AutoConfig",), "config.json and model.safetensors")
@@ -73,7 +73,7 @@ class ClipFamily:
         projected = not any(key.startswith(PROJECTION) for key in missing)
 
         def forward(images: Tensor) -> Tensor:
-            """Returns f, (N, C), of pixels (N, 3, height, width)."""
+            """Returns f, (N, C), for pixels (N, 3, height, width)."""
             pooled = module.vision_model(pixel_values=images.to(device, dtype)).pooler_output
             return normalize(module.visual_projection(pooled) if projected else pooled, dim=-1)
 
@@ -121,7 +121,7 @@ def _vision_config(config: Any) -> Any:
 def _image_size(config: Any, name: str) -> int:
     size = _vision_config(config).image_size
     if not isinstance(size, int):
-        raise KfacpackError(f"clip:{name}: image_size in config.json is {size}, expected one number of pixels")
+        raise KfacpackError(f"clip:{name}: image_size in config.json is {size}, expected a single number of pixels")
     return size
 
 
@@ -133,9 +133,9 @@ class ImagePreprocessing(NamedTuple):
     crop: int
     """Side of the square that is cropped from the centre."""
     resample: int
-    """PIL's number of the interpolation."""
+    """Interpolation filter, as the number of a `PIL.Image.Resampling`."""
     scale: float
-    """Factor of the pixel values."""
+    """Factor by which the pixel values are multiplied."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -194,12 +194,12 @@ _DEFAULTS = {
 
 
 def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePreprocessing:
-    """Reads preprocessor_config.json; a repository without one gets the values of `CLIPImageProcessor`.
+    """Reads preprocessor_config.json. Without this file, the values of `CLIPImageProcessor` are used.
 
     Args:
         name: Folder or Hub repository.
         own_size: Image size of the model's config.
-        image_size: Requested image size; sizes are scaled to it. None for the model's own.
+        image_size: Requested image size, to which the sizes in the file are scaled; None for the model's own.
     """
     config = {**_DEFAULTS, **_preprocessor_config(name)}
     where = f"clip:{name}: preprocessor_config.json"
@@ -213,7 +213,7 @@ def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePre
     integers = all(isinstance(side, int) for side in (*sides, *(resize if isinstance(resize, tuple) else (resize,))))
     if unsupported or not integers or sides[0] != sides[1]:
         actual = f"{unsupported[0]} is false" if unsupported else f"size is {size} and crop_size {crop}"
-        raise KfacpackError(f"{where}: {actual}; expected images that are resized, and cropped to a square")
+        raise KfacpackError(f"{where}: {actual}; expected a config that resizes images and crops them to a square")
     side = int(sides[0])
     if image_size is None and side != own_size:
         problem = f"produces images of {side} pixels, but the model expects {own_size}"
@@ -247,7 +247,7 @@ def _preprocessor_config(name: str) -> dict[str, Any]:
 
 
 def _is_absent(repository: str, file: str) -> bool:
-    """Returns whether a Hub repository is known to lack a file, from the cache or from the Hub."""
+    """Returns whether a Hub repository lacks a file, according to the cache or the Hub."""
     from huggingface_hub import _CACHED_NO_EXIST, file_exists, try_to_load_from_cache
 
     if try_to_load_from_cache(repository, file) is _CACHED_NO_EXIST:
@@ -259,12 +259,14 @@ def _is_absent(repository: str, file: str) -> bool:
 
 
 def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[Any, frozenset[str]]:
-    """Loads the module for an image size; also returns the names of the parameters that the weights lack."""
+    """Loads the module for an image size; also returns the names of the parameters that the weights do not contain."""
     from transformers import CLIPModel, CLIPVisionModelWithProjection
 
     vision = _vision_config(config)
     if image_size < vision.patch_size:
-        raise KfacpackError(f"clip:{request.name}: image size {image_size} is less than a patch of {vision.patch_size}")
+        raise KfacpackError(
+            f"clip:{request.name}: image size {image_size} is less than the patch size {vision.patch_size}"
+        )
     if request.weights == "random":
         vision.image_size = image_size
     elif request.weights is not None and request.image_size is not None:
@@ -275,13 +277,13 @@ def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[A
     )
     tower = {name for name in module.state_dict() if name.startswith(TEXT)} if whole else missing
     if missing and missing != tower:
-        problem = f"has a part of the text tower, but {min(missing)!r} is missing"
+        problem = f"contains only a part of the text tower: {min(missing)!r} is missing"
         raise KfacpackError(f"{request.weights or request.name}: {problem}")
     return (module if vision.image_size == image_size else _resize(module, image_size)), missing
 
 
 def _size_in_file(path: Path, vision: Any) -> int:
-    """Returns the image size of the position embedding in a weights file; the model's own if it has none."""
+    """Returns the image size of a weights file, from its position embedding; defaults to that of the config."""
     tensors = Container(check_safetensors(path)).tensors
     spec = tensors.get(POSITIONS) or tensors.get(POSITIONS.partition(".")[2])
     return isqrt(spec.shape[0] - 1) * int(vision.patch_size) if spec else int(vision.image_size)
@@ -308,7 +310,7 @@ def _resize(module: Any, image_size: int) -> Any:
 def _tokenizer(name: str) -> Callable[[], Any]:
     @cache
     def tokenizer() -> Any:
-        """Loads the tokenizer on first use, because a model without its tokenizer still has f."""
+        """Loads the tokenizer on first use, because f does not need it."""
         with quiet_transformers():
             from transformers import AutoTokenizer
 
@@ -320,7 +322,7 @@ def _tokenizer(name: str) -> Callable[[], Any]:
                 return vocabulary
             except Exception as error:  # errors of the Hub, transformers and tokenizers have no common base class
                 problem = f"clip:{name}: the tokenizer cannot be loaded: {first_line(error)}"
-                remedy = "Use --head prototypes (head='prototypes'), which needs no texts"
+                remedy = "Use --head prototypes (head='prototypes'), which needs no tokenizer"
                 raise KfacpackError(f"{problem}. {remedy}") from error
 
     return tokenizer
@@ -344,7 +346,7 @@ def _text_encoder(module: Any, tokenizer: Callable[[], Any], device: torch.devic
 def _checkpoint(
     module: Any, missing: frozenset[str], setting: ImagePreprocessing, tokenizer: Callable[[], Any]
 ) -> CheckpointFolder:
-    """Returns a checkpoint in transformers' layout; it has a tokenizer if the model's folder has one."""
+    """Returns a checkpoint in transformers' layout, with a tokenizer if the model has one."""
 
     def fill(folder: Path) -> None:
         with quiet_transformers():

@@ -32,7 +32,7 @@ class EncoderFamily:
     prefix = name = "hf"
     form = "hf:NAME_OR_DIR"
     takes_folder = True
-    f = "the mean over the tokens of a text encoder of transformers, normalised"
+    f = "the normalised mean over the tokens of a text encoder of transformers"
     head = "prototypes"
     prompt_styles: tuple[PromptStyle, ...] = ()
 
@@ -45,7 +45,7 @@ class EncoderFamily:
         limit = max_length(tokenizer, config)
 
         def forward(input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
-            """Returns the mean over the tokens that are not padding, (N, hidden), of inputs (N, length)."""
+            """Returns the normalised mean over the tokens that are not padding, (N, hidden), for inputs (N, length)."""
             mask = attention_mask.to(device)
             inputs = {key: value.to(device) for key, value in inputs.items()}
             hidden = module(input_ids=input_ids.to(device), attention_mask=mask, **inputs).last_hidden_state
@@ -56,8 +56,8 @@ class EncoderFamily:
             """Tokenizes a sentence (one column) or a pair of sentences (two columns), in the input format of BERT."""
             columns = text_columns(examples, f"hf:{name}", task)
             if len(columns) > 2:
-                problem = f"expects one text or a pair, but examples of {task!r} have {', '.join(columns)}"
-                raise KfacpackError(f"hf:{name} {problem}; leave the other columns out of the data")
+                problem = f"expects one text or a pair of texts, but {task!r} has columns {', '.join(columns)}"
+                raise KfacpackError(f"hf:{name} {problem}; remove the others from the data")
             tokens = tokenizer(*columns.values(), padding=True, truncation=True, max_length=limit, return_tensors="pt")
             return dict(tokens)
 

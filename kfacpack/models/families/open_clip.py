@@ -43,9 +43,9 @@ EMBEDDINGS = (
 )
 """Patch and position embeddings of open_clip's own vision towers and of timm trunks."""
 RESIZED = ("*positional_embedding", "*pos_embed")
-"""Tensors that open_clip resamples to another image size."""
+"""Tensors that open_clip resamples if the image size changes."""
 DEFAULT_TAG = "openai"
-"""Pretrained tag of a name without one."""
+"""Pretrained tag for names that do not contain one."""
 TEXT_BATCH_SIZE = 256
 """Number of texts per batch."""
 _PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "fill_color")
@@ -58,16 +58,17 @@ class OpenClipFamily:
     name = "open_clip"
     form = "NAME or NAME/TAG of open_clip (ViT-B-32, ViT-B-16/laion2b_s34b_b88k)"
     takes_folder = False
-    f = "the image embedding, normalised"
+    f = "the normalised image embedding"
     head = "text"
     prompt_styles: tuple[PromptStyle, ...] = ()
 
     def load(self, request: ModelRequest) -> Model:
         """Loads a model.
 
-        A tag names the published weights and the activation and preprocessing they were trained with; with a weights
-        file, only the latter apply. A file does not record its activation: `ViT-B-32` with a file is the architecture
-        as open_clip configures it, and `ViT-B-32/openai` with a file uses QuickGELU, as those weights need.
+        A tag selects published weights, and the activation and preprocessing they were trained with; with a weights
+        file, it selects only the activation and the preprocessing. A file does not record its activation: `ViT-B-32`
+        with a file is the architecture as open_clip configures it, and `ViT-B-32/openai` with a file uses QuickGELU,
+        which OpenAI's weights need.
         """
         spec, weights, image_size, dtype, device, seed, *_ = request
         require("open_clip_torch")
@@ -156,7 +157,7 @@ class OpenClipFamily:
 
 
 class OpenClipConfig(NamedTuple):
-    """The configuration of a model name."""
+    """The configuration that a model name selects."""
 
     name: str
     """Name of open_clip's model config."""
@@ -165,7 +166,7 @@ class OpenClipConfig(NamedTuple):
     tokenizer: Mapping[str, Any]
     """Arguments for `open_clip.get_tokenizer`."""
     published: Callable[[], tuple[Path, str | None]]
-    """Returns the weights file, downloaded if necessary, and its revision."""
+    """Function that returns the weights file, downloaded if necessary, and its revision."""
 
 
 def _open_clip_config(spec: str, needs_tag: bool) -> OpenClipConfig:
@@ -197,7 +198,11 @@ def _name_and_tag(spec: str, needs_tag: bool) -> tuple[str, str | None]:
         return name, tag or None
     if DEFAULT_TAG in tags:
         return name, DEFAULT_TAG
-    choice = f"choose one: {', '.join(f'{name}/{tag}' for tag in tags)}" if tags else "open_clip lists none"
+    choice = (
+        f"choose one: {', '.join(f'{name}/{tag}' for tag in tags)}"
+        if tags
+        else "open_clip has no weights for this model"
+    )
     raise KfacpackError(f"{name} has no default weights; {choice}. {LOCAL_WEIGHTS}")
 
 
@@ -210,7 +215,7 @@ def _download(pretrained: Mapping[str, Any], model: str) -> Path:
 
 
 def _hub_file(pretrained: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the Hub repository of a tag's weights, or an empty string, and the file name."""
+    """Returns the Hub repository of a tag's weights (empty if there is none) and the name of the file."""
     repository, _, filename = pretrained.get("hf_hub", "").rpartition("/")
     return repository, filename or "open_clip_pytorch_model.bin"
 
@@ -235,7 +240,7 @@ def _build_from_file(build: Callable[[Path | None], Any], path: Path, name: str,
 
 @contextmanager
 def _resizable(path: Path) -> Iterator[Path]:
-    """Yields the file, or a copy in float32: on a CPU, torch cannot resample in half precision."""
+    """Yields the file, or a float32 copy of weights in half precision, which torch cannot resample on a CPU."""
     if all(spec.dtype not in ("F16", "BF16") for spec in Container(path).tensors.values()):
         yield path
         return
@@ -282,7 +287,7 @@ def _text_encoder(
                 return open_clip.get_tokenizer(name, **options)
             except Exception as error:  # errors of the Hub, transformers and tokenizers have no common base class
                 problem = f"{name}: the tokenizer cannot be loaded: {first_line(error)}"
-                remedy = "Use --head prototypes (head='prototypes'), which needs no texts"
+                remedy = "Use --head prototypes (head='prototypes'), which needs no tokenizer"
                 raise KfacpackError(f"{problem}. {remedy}") from error
 
     @torch.no_grad()

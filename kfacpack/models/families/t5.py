@@ -32,7 +32,7 @@ class T5Family:
     prefix = name = "t5"
     form = "t5:NAME_OR_DIR"
     takes_folder = True
-    f = "the decoder's last hidden state where it predicts the label"
+    f = "the decoder's last hidden state at the position that predicts the label"
     head = "words"
     prompt_styles: tuple[PromptStyle, ...] = ("t5", "flan")
 
@@ -53,7 +53,7 @@ class T5Family:
         start_token = config.pad_token_id if start_token is None else start_token  # transformers' own default
 
         def forward(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            """Returns f, (N, d_model), of inputs (N, length). The decoder input is the start token alone."""
+            """Returns f, (N, d_model), for inputs (N, length). The decoder input is the start token alone."""
             ids, mask = input_ids.to(device), attention_mask.to(device)
             start = torch.full((len(ids), 1), start_token, device=device)
             encoded = module.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -70,7 +70,7 @@ class T5Family:
             return {key: tokens[key] for key in ("input_ids", "attention_mask")}
 
         def output_layer() -> Tensor:
-            """Returns the output layer. T5 v1.0 scales f before it; v1.1 and flan do not."""
+            """Returns the output layer. In T5 v1.0, it includes a factor by which the model scales f."""
             # transformers before 5 has no separate attribute for this.
             scales: bool = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
             weight: Tensor = module.lm_head.weight.detach()

@@ -1,4 +1,4 @@
-"""Models of timm, such as `timm:vit_tiny_patch16_224`. f is the normalised pooled feature before the classifier."""
+"""Models of timm, such as `timm:vit_tiny_patch16_224`. f is the normalised vector of pooled features."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kfacpack.models.weights import (
 )
 
 RESIZED = ("*pos_embed*",)
-"""Tensors that timm resamples to another image size."""
+"""Tensors that timm resamples if the image size changes."""
 
 
 class TimmFamily:
@@ -36,12 +36,12 @@ class TimmFamily:
     prefix = name = "timm"
     form = "timm:NAME"
     takes_folder = False
-    f = "the pooled features before the classifier, normalised"
+    f = "the normalised pooled features before the classifier"
     head = "prototypes"
     prompt_styles: tuple[PromptStyle, ...] = ()
 
     def load(self, request: ModelRequest) -> Model:
-        """Loads a model. A weights file may have a different classifier than the published weights, or none."""
+        """Loads a model. The classifier in a weights file may differ from the published one, or be missing."""
         name, weights, image_size, dtype, device, seed, *_ = request
         require(extra="timm", feature=f"timm:{name}")
         with compiler_deferred():

@@ -52,7 +52,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def public_name(name: str) -> str:
-    """Returns the name that manifests record: for a folder, its own name without its location."""
+    """Returns the name to record in manifests: for a folder, the last component of its path."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
@@ -60,8 +60,8 @@ def config_and_tokenizer(request: ModelRequest, prefix: str) -> tuple[Any, Any]:
     """Loads the config and the tokenizer of a text model.
 
     Args:
-        request: The request. Its name is a folder, or a Hub repository if there is no such folder.
-        prefix: The family's prefix, for errors.
+        request: Request whose name is a folder, or a Hub repository if there is no such folder.
+        prefix: The family's prefix, for error messages.
 
     Returns:
         The config and the tokenizer.
@@ -71,20 +71,20 @@ def config_and_tokenizer(request: ModelRequest, prefix: str) -> tuple[Any, Any]:
     """
     name = request.name
     if request.image_size is not None:
-        raise KfacpackError(f"{prefix}:{name} is a text model and takes no image size")
+        raise KfacpackError(f"{prefix}:{name} is a text model and has no image size; omit --image-size (image_size)")
     parts = "config.json, a tokenizer and model.safetensors"
     config, tokenizer = load_components(name, prefix, ("AutoConfig", "AutoTokenizer"), parts)
     return config, tokenizer
 
 
 def load_components(name: str, prefix: str, classes: tuple[str, ...], parts: str) -> list[Any]:
-    """Loads components of a model other than its weights with transformers.
+    """Loads components of a model, other than its weights, with transformers.
 
     Args:
         name: A folder, or a Hub repository if there is no such folder.
-        prefix: The family's prefix, for errors.
-        classes: Names of the classes of transformers that load them.
-        parts: What the folder should contain, for errors.
+        prefix: The family's prefix, for error messages.
+        classes: Names of the classes of transformers that load the components.
+        parts: Description of the expected content of the folder, for error messages.
 
     Returns:
         The components in the order of `classes`.
@@ -103,15 +103,15 @@ def load_components(name: str, prefix: str, classes: tuple[str, ...], parts: str
             return [getattr(transformers, loader).from_pretrained(name, trust_remote_code=False) for loader in classes]
         except Exception as error:  # a damaged folder can raise any error of transformers, tokenizers or the Hub
             expected = f"Expected a directory with {parts}, or a Hub repository"
-            what = " and ".join(loader.removeprefix("Auto").lower() for loader in classes)
-            problem = f"{prefix}:{name}: the {what} cannot be loaded: {first_line(error)}"
+            components = " and ".join(loader.removeprefix("Auto").lower() for loader in classes)
+            problem = f"{prefix}:{name}: the {components} cannot be loaded: {first_line(error)}"
             raise KfacpackError(f"{problem}. {expected}") from error
 
 
 def load_pretrained(
     model_class: Any, config: Any, request: ModelRequest, unused: tuple[str, ...] = ()
 ) -> tuple[Any, frozenset[str]]:
-    """Loads a model and checks that no weights are missing; transformers would initialise them randomly.
+    """Loads a model and checks that no weights are missing, which transformers would initialise randomly.
 
     Args:
         model_class: Class of transformers.
@@ -158,9 +158,9 @@ def load_pretrained(
 def load_layerwise(
     model_class: Any, config: Any, request: ModelRequest, unused: tuple[str, ...] = ()
 ) -> tuple[Any, frozenset[str], UnloadedWeights | None]:
-    """Loads a model as `request.loading` specifies: the whole model, or without the weights of its layers.
+    """Loads a whole model, or a model without the weights of its layers, as `request.loading` specifies.
 
-    Random weights are those of the whole model, which is therefore in memory.
+    Random weights are initialised for the whole model, which is therefore loaded into memory.
 
     Args:
         model_class: Class of transformers.
@@ -169,8 +169,8 @@ def load_layerwise(
         unused: Prefixes of parameters that f does not use and that may be missing.
 
     Returns:
-        The module and the names of the missing parameters, as for `load_pretrained`, and the weights of layers that
-        are not in memory; None if all are.
+        The module and the names of the missing parameters, as for `load_pretrained`, and a source of the weights of
+        layers that are not in memory; None if all weights are in memory.
 
     Raises:
         KfacpackError: If the weights cannot be loaded, or some that f uses are missing.
@@ -205,7 +205,7 @@ def _weight_files(name: str) -> list[Path]:
             raise KfacpackError(f"{index}: expected the key 'weight_map' with a file name for every tensor")
         files = [folder / part for part in sorted(set(parts.values()))]
     if not files:
-        raise KfacpackError(f"{name}: has no weights in safetensors. {LOCAL_WEIGHTS}")
+        raise KfacpackError(f"{name}: no safetensors files found. {LOCAL_WEIGHTS}")
     return files
 
 
@@ -218,8 +218,8 @@ def identity_fields(
         request: The request that the model was loaded for.
         family: Name of the family.
         config: The model's config.
-        module: The module.
-        tokenizer: The tokenizer.
+        module: Module of the loaded model.
+        tokenizer: Tokenizer of the model.
         missing: Names of the parameters that were missing when the module was loaded.
     """
     return {
@@ -237,7 +237,7 @@ def transformers_checkpoint(module: Any, tokenizer: Any, missing: frozenset[str]
     Args:
         module: Module to save.
         tokenizer: Tokenizer to save.
-        missing: Names to leave out: they were missing when the model was loaded and have random values.
+        missing: Names of parameters to leave out. They were missing when the model was loaded and have random values.
     """
 
     def fill(folder: Path) -> None:
@@ -256,8 +256,8 @@ def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str
 
     Args:
         examples: Examples with the same columns.
-        model: Name of the model, for errors.
-        task: Name of the task, for errors.
+        model: Name of the model, for error messages.
+        task: Name of the task, for error messages.
 
     Returns:
         N strings by column name.
@@ -281,7 +281,7 @@ def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model:
         output_layer: (vocabulary, C).
         tokenizer: Tokenizer of the model.
         words: K words.
-        model: Name of the model, for errors.
+        model: Name of the model, for error messages.
 
     Raises:
         KfacpackError: If a word has no token.
@@ -294,7 +294,7 @@ def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model:
 
 
 def embedding_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the word, position and token type embeddings, without the norm that follows them."""
+    """Returns the names of the word, position and token type embeddings, excluding the norm that follows them."""
     return tuple(f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding))
 
 
