@@ -151,7 +151,7 @@ def _identity(batch: Any) -> Any:
 
 
 def _init_worker(number: int) -> None:
-    """Ignores Ctrl-C, which the terminal sends to all processes and the main process handles; SIGTERM ends the worker."""
+    """Ignores Ctrl-C, which the terminal sends to all processes; SIGTERM ends the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
