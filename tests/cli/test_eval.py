@@ -110,7 +110,7 @@ def test_a_folder_with_the_name_of_its_task_is_its_data(folder, monkeypatch):
         (["--task", "a", "b", "--data", "/tmp"], "'/tmp': expected TASK=DIR"),
         (["--task", "a", "b", "--data", "c=x"], "task 'c' is not used; expected a, b"),
         (["--task", "a", "b", "--data", "a=x", "--data", "a=y"], "task 'a' is given twice"),
-        (["--task", "a", "b", "--columns", "label=y"], "--columns needs a single task, got 2: a, b"),
+        (["--task", "a", "b", "--columns", "label=y"], "--columns requires a single task, got 2: a, b"),
         (["--task", "a", "--data", "/no/such/folder"], "/no/such/folder"),
         (["--task", "morning", "--split", "nowhere"], "nowhere"),
         (["--task", "morning", "--examples", "0"], "examples '0'"),
@@ -205,7 +205,7 @@ def test_negation_under_a_control(vectors, tmp_path):
     assert rows[0] == ("morning", 0.0, entry["before"])
     assert rows[3] == ("evening", -entry["alpha"], entry["control"])
     shown = run(*common, "--alpha", "0,1").stdout
-    assert "the control must keep 95%" in shown
+    assert "the control task must keep 95%" in shown
     assert "control" in shown.splitlines()[3]
 
 
@@ -261,7 +261,7 @@ def test_a_vector_of_another_image_size_is_refused(vectors):
         (["--alpha", "0:2"], "alpha '0:2': a range has three numbers"),
         (["--alpha", "much"], "alpha 'much'"),
         (["--choose", "--alpha", "1"], "--choose needs several α"),
-        (["--choose", "--split", "train"], "--choose chooses α on validation and evaluates on test"),
+        (["--choose", "--split", "train"], "got --split train"),
         (["--choose", "--control", "faces"], "--choose and --control cannot be combined"),
         (["--control", "morning"], "--control morning: is also an evaluated task"),
         (["--control", "faces", "--alpha=-1,1"], "alpha -1: "),
@@ -271,7 +271,7 @@ def test_a_vector_of_another_image_size_is_refused(vectors):
         (["--individual", "noon=0.5"], "'noon' is not one of the evaluated tasks: morning, evening"),
         (["--individual", "morning=0"], "invalid accuracy 0; expected a number above 0"),
         (["--individual", "morning=1", "--individual", "morning=1"], "'morning' is given twice"),
-        (["--individual", "nowhere.json"], "nowhere.json: no such file; expected the file of a vector, TASK=0.93"),
+        (["--individual", "nowhere.json"], "nowhere.json: no such file; expected a task vector, TASK=0.93"),
         (["--individual", "SUM"], "expected a vector of one task, got 2 (morning, evening)"),
         (["--individual", "SHORT"], "'morning' was evaluated on 3 examples, expected 12"),
         (["--individual", "SWEEP"], "expected the output of eval --json for one α"),

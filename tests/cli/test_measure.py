@@ -182,7 +182,7 @@ def test_spectra_and_its_table(artifacts):
         ),
         (
             ["drift", "morning.safetensors", "--bundle", "evening.kfac", "--measured"],
-            "--measured is only for interference, got drift",
+            "--measured applies only to `measure interference`; omit it for drift",
         ),
         (["spectra", "morning.kfac", "--bundle", "evening.kfac"], "expected one bundle"),
         (["weight", "morning.safetensors"], "weight"),
@@ -200,7 +200,7 @@ def test_spectra_and_its_table(artifacts):
         (["localisation", "morning.safetensors", "--data", "morning=morning"], "another task are needed"),
         (
             ["localisation", "morning.safetensors", "--alpha", "1"],
-            "--alpha is only for disentanglement, got localisation",
+            "--alpha applies only to `measure disentanglement`; omit it for localisation",
         ),
         (["disentanglement", "morning.safetensors", "evening.safetensors", "--alpha", "x"], "'x'"),
         (["localisation", "morning.safetensors", "--figure", "out.pdf"], "ends in .png or .svg"),

@@ -98,7 +98,7 @@ def test_a_sheet_is_a_png(tmp_path, pictures):
             ["faces", "--sheet", "out.png", "--split", "dev"],
             "unknown split 'dev'; expected one of train, validation, test",
         ),
-        (["faces", "--sheet", "nowhere/out.png"], "nowhere/out.png: could not be written: No such file"),
+        (["faces", "--sheet", "nowhere/out.png"], "nowhere/out.png: no such folder: 'nowhere'"),
         (["faces", "--sheet", "out.jpg"], "out.jpg: expected a file name that ends in .png"),
         (["mine", "--data", "nowhere"], "nowhere: no such folder"),
     ],

@@ -245,8 +245,8 @@ def test_summaries_and_checks_know_the_storage(path):
         (lambda m: m["storage"][0].update(rank=13), ("manifest", "'0.weight'", "rank 13", "[12, 16]")),
         (lambda m: m["storage"][0].update(rank=-1), ("manifest: storage.0 '0.weight'.rank",)),
         (lambda m: m["storage"][0].update(rank=0), ("'kfacpack.factors.0.U'", "neither")),
-        (lambda m: m["storage"][0].update(remainder=3), ("manifest: storage.0 '0.weight'", "either")),
-        (lambda m: m["storage"][0].pop("rank"), ("manifest: storage.0 '0.weight'", "either")),
+        (lambda m: m["storage"][0].update(remainder=3), ("manifest: storage.0 '0.weight'", "exactly one of")),
+        (lambda m: m["storage"][0].pop("rank"), ("manifest: storage.0 '0.weight'", "exactly one of")),
         (lambda m: m["storage"][1].update(rank=1), ("'kfacpack.factors.1.U'", "missing")),
         (lambda m: m["storage"].append(m["storage"][0]), ("manifest", "'0.weight' is listed twice")),
         (lambda m: m["storage"][0].update(name="x"), ("manifest", "'x'", "not a parameter")),
@@ -299,7 +299,7 @@ def test_wrong_factors_are_rejected():
             kp.TaskVector(rest, tau.about, factors={"0.weight": wrong})
     with refused(kp.TaskVectorError, "'1.bias'", "both"):
         kp.TaskVector(dict(tau), tau.about, factors={"1.bias": (torch.zeros(8, 0), torch.zeros(0, 1))})
-    with refused(kp.TaskVectorError, "'0.weight' is missing in the tensors"):
+    with refused(kp.TaskVectorError, "'0.weight' is missing from the tensors"):
         kp.TaskVector(rest, tau.about)
 
 

@@ -171,7 +171,7 @@ def test_heads_of_one_task_must_be_the_same():
 def test_tensors_and_heads_must_match_the_base_model():
     one = vector()
     tensors = dict(one)
-    with refused(kp.TaskVectorError, "'0.bias' is missing in the tensors"):
+    with refused(kp.TaskVectorError, "'0.bias' is missing from the tensors"):
         kp.TaskVector({n: t for n, t in tensors.items() if n != "0.bias"}, one.about)
     with refused(kp.TaskVectorError, "'more' is missing in the base model's parameters"):
         kp.TaskVector({**tensors, "more": torch.ones(1)}, one.about)
