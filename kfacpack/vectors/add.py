@@ -216,7 +216,7 @@ def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
         if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
             raise KfacpackError(f"α is {number!r}, expected a finite number")
     if len(numbers) != count:
-        raise KfacpackError(f"got {len(numbers)} values of α for {count} vectors, expected one, or one per vector")
+        raise KfacpackError(f"expected one α, or one per vector: got {len(numbers)} for {count} vectors")
     return [float(number) for number in numbers]
 
 
