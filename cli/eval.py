@@ -238,7 +238,7 @@ def evaluate(
     _check_combination(choose, control, keep, individual, split)
     alphas = parse_alphas(alpha if alpha is not None else "0:2:0.1" if choose else "0:1:0.05" if control else "1.0")
     if choose and len(alphas) == 1:
-        raise KfacpackError(f"--choose needs several α, got {alpha}; pass a range such as --alpha 0:2:0.1")
+        raise KfacpackError(f"--choose requires several values of α, got {alpha}; pass a range such as --alpha 0:2:0.1")
     kept_share = _parse_share(keep or "95%")
     if kept_share is None:
         raise KfacpackError(f"--keep {printable(str(keep))}: expected a share above 0% and at most 100%, such as 95%")

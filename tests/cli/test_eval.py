@@ -260,7 +260,7 @@ def test_a_vector_of_another_image_size_is_refused(vectors):
     [
         (["--alpha", "0:2"], "alpha '0:2': a range has three numbers"),
         (["--alpha", "much"], "alpha 'much'"),
-        (["--choose", "--alpha", "1"], "--choose needs several α"),
+        (["--choose", "--alpha", "1"], "--choose requires several values of α"),
         (["--choose", "--split", "train"], "got --split train"),
         (["--choose", "--control", "faces"], "--choose and --control cannot be combined"),
         (["--control", "morning"], "--control morning: is also an evaluated task"),
