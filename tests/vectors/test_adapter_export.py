@@ -478,7 +478,7 @@ def test_the_command(tmp_path):
     assert not quiet.stdout
     assert not quiet.stderr
     assert "--lora RANK" in run(tmp_path / "t.safetensors", "-o", tmp_path / "d", code=2).stderr
-    assert "--lora applies to task vectors" in run(tmp_path / "t.kfac", "--lora", 4, "-o", tmp_path / "d", code=2).stderr
+    assert "applies to task vectors" in run(tmp_path / "t.kfac", "--lora", 4, "-o", tmp_path / "d", code=2).stderr
     assert "--dtype" in run(
         tmp_path / "t.safetensors", "--lora", 4, "--dtype", "float16", "-o", tmp_path / "d", code=2
     ).stderr.replace("\n", " ")
