@@ -173,7 +173,7 @@ def test_tensors_and_heads_must_match_the_base_model():
     tensors = dict(one)
     with refused(kp.TaskVectorError, "'0.bias' is missing from the tensors"):
         kp.TaskVector({n: t for n, t in tensors.items() if n != "0.bias"}, one.about)
-    with refused(kp.TaskVectorError, "'more' is missing in the base model's parameters"):
+    with refused(kp.TaskVectorError, "'more' is missing from the base model's parameters"):
         kp.TaskVector({**tensors, "more": torch.ones(1)}, one.about)
     with refused(kp.TaskVectorError, "'0.bias': expected floats of shape [5]"):
         kp.TaskVector({**tensors, "0.bias": torch.ones(4)}, one.about)
