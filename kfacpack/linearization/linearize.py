@@ -228,8 +228,8 @@ class Linearized:
             device = next(iter(parameters.values())).device
             moved = map_tensors(batch, lambda tensor: _detached(tensor, device))
             arguments = map_tensors(moved, device_tensor)
-            mode = {"keeps_graph": keeps_graph, "finite": finite}
-            run = partial(self._run_model, moved if self._fast else arguments, tangents, **mode)
+            call = partial(self._run_model, keeps_graph=keeps_graph, finite=finite)
+            run = partial(call, moved if self._fast else arguments, tangents)
             key = signature(keeps_graph, tau, arguments, device) if self._traces else None
             if key is None:
                 return Linearization(*run(), dtypes)
@@ -239,7 +239,7 @@ class Linearized:
             state = entry.begin_use(self._module, self._forward, at_once=self._compile)
             if state is not None:
                 recorder = Recorder(inputs, state.tensors)
-                f, change, backward = self._run_model(arguments, tangents, recorder, **mode)
+                f, change, backward = call(arguments, tangents, recorder)
                 finish = partial(self._finish_recording, entry, state, recorder)
                 if keeps_graph:
                     backward = RecordedGradient(backward, tuple(tau), recorder, finish)
