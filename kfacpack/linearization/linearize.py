@@ -26,6 +26,7 @@ from kfacpack.curvature.curvature import check_task_vector
 from kfacpack.linearization.jvp_mode import JvpMode, TangentMap, require_tracked
 from kfacpack.linearization.program import Recorder
 from kfacpack.linearization.program_cache import (
+    GraphGradient,
     ProgramCache,
     RecordedGradient,
     ReplayedGradient,
@@ -33,8 +34,11 @@ from kfacpack.linearization.program_cache import (
     signature,
 )
 from kfacpack.models.functional import (
+    MirroredTensor,
     call_model,
+    device_tensor,
     eval_mode,
+    host_copy,
     map_tensors,
     require_finite,
     select_parameters,
@@ -44,8 +48,6 @@ from kfacpack.models.functional import (
 from kfacpack.models.model import unwrap_model
 
 if TYPE_CHECKING:
-    from torch.autograd.graph import GradientEdge
-
     from kfacpack.linearization.program import Program
     from kfacpack.linearization.program_cache import Gradient, ModuleState, ProgramEntry
     from kfacpack.models.functional import Forward, ModelInput
@@ -226,17 +228,20 @@ class Linearized:
             parameters = {name: self._parameters[name] for name in tau}
             tangents = {name: _tangent(tau[name], parameter) for name, parameter in parameters.items()}
             device = next(iter(parameters.values())).device
-            arguments = map_tensors(batch, lambda tensor: _detached(tensor).to(device, non_blocking=True))
-            run = partial(self._run_model, arguments, tangents, keeps_graph=keeps_graph, finite=finite)
+            moved = map_tensors(batch, lambda tensor: _detached(tensor, device))
+            arguments = map_tensors(moved, device_tensor)
+            call = partial(self._run_model, keeps_graph=keeps_graph, finite=finite)
+            run = partial(call, moved if self._fast else arguments, tangents)
             key = signature(keeps_graph, tau, arguments, device) if self._traces else None
             if key is None:
                 return Linearization(*run(), dtypes)
             inputs = [*tangents.values(), *tensors_of(arguments)]
-            entry = self._programs.entry(key, inputs)
+            copies = [*[None] * len(tangents), *map(host_copy, tensors_of(moved))]
+            entry = self._programs.entry(key, inputs, copies)
             state = entry.begin_use(self._module, self._forward, at_once=self._compile)
             if state is not None:
                 recorder = Recorder(inputs, state.tensors)
-                f, change, backward = run(recorder)
+                f, change, backward = call(arguments, tangents, recorder)
                 finish = partial(self._finish_recording, entry, state, recorder)
                 if keeps_graph:
                     backward = RecordedGradient(backward, tuple(tau), recorder, finish)
@@ -426,9 +431,15 @@ def _tangent(value: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter, requires_grad=False).copy_(tangent)
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    """Returns the tensor without its graph; inference tensors are copied, since autograd cannot use them."""
-    return tensor.clone() if tensor.is_inference() else tensor.detach()
+def _detached(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Returns the tensor without its graph, on a device if it is given.
+
+    Inference tensors are copied, since autograd cannot use them. Mirrored tensors have no graph, and remain mirrored.
+    """
+    if isinstance(tensor, MirroredTensor) and tensor.device_tensor.device == device:
+        return tensor
+    detached = tensor.clone() if tensor.is_inference() else tensor.detach()
+    return detached if device is None else detached.to(device, non_blocking=True)
 
 
 @contextmanager
@@ -450,27 +461,6 @@ def _no_attention_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-class GraphGradient:
-    """Gradient computed by autograd.
-
-    Args:
-        f: Output with its graph.
-        edges: Graph edges of the parameters, by name.
-    """
-
-    def __init__(self, f: Tensor, edges: Mapping[str, GradientEdge]) -> None:
-        self._f = f
-        self._edges = edges
-
-    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`."""
-        if self._f.grad_fn is None:
-            return {}
-        edges = [self._edges[name] for name in names]
-        results = torch.autograd.grad(self._f, edges, u, retain_graph=retain_graph, allow_unused=True)
-        return {name: result for name, result in zip(names, results, strict=True) if result is not None}
 
 
 # If autograd saved the tensors of the model themselves, TangentMap would also keep their tangents alive. Saving other

@@ -12,15 +12,15 @@ A recording is valid for other batches of the same shapes only if the operations
 alone. `Recorder` therefore refuses steps with values read from a tensor, random numbers, tensors of unknown origin, or
 writes to parameters, buffers or the batch. There is one exception, because transformers checks whether a mask contains
 padding: Boolean tensors that are computed from the batch and from buffers may be read, or select rows. They are the
-conditions of a program, which is replayed only if each of them has as many true elements as in the recorded call.
+conditions of a program, which is replayed only if each of them has as many true elements as in the recorded call. They
+are computed before each replay: on the CPU, without waiting for the device, if the values of the batch are there too.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +38,21 @@ from kfacpack._torch import (
     written_arguments,
 )
 from kfacpack.errors import KfacpackError
+from kfacpack.models.functional import reads_reported, true_positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 aten = torch.ops.aten
 
-_READS_NUMBERS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage"))
-"""Methods that read the memory of a tensor without an operation that is visible to a dispatch mode."""
-
 _LITERALS = (int, bool, str, type(None))
+_EXACT = frozenset((
+    "_to_copy", "_unsafe_view", "add", "alias", "all", "amax", "amin", "any", "arange", "bitwise_and", "bitwise_not",
+    "bitwise_or", "cat", "clamp", "clone", "cumsum", "eq", "expand", "full", "ge", "gt", "index", "le", "logical_and",
+    "logical_not", "logical_or", "lt", "masked_fill", "mul", "ne", "ones", "permute", "select", "slice", "squeeze",
+    "sub", "sum", "t", "transpose", "unsqueeze", "view", "where", "zeros",
+))  # fmt: skip
+"""Operations whose results for integers are the same on every device; others may break ties in another order."""
 
 
 class Operation(NamedTuple):
@@ -63,41 +68,6 @@ class Operation(NamedTuple):
     """Value numbers of its results."""
     target: str
     """Left-hand side of the assignment of its results, such as `v4 = `."""
-
-
-_PATCH_LOCK = threading.RLock()
-
-
-@contextmanager
-def _reads_reported(report: Callable[[str], None]) -> Iterator[None]:
-    """Reports calls of methods that read the values of a tensor and bypass the dispatcher.
-
-    The methods are replaced temporarily. A `TorchFunctionMode` would also see them, but it disables the fast path of
-    nn.MultiheadAttention, and with it the operations of an untraced call.
-    """
-    own = vars(Tensor)
-
-    def wrapped(name: str) -> Callable[..., Any]:
-        method = getattr(Tensor, name)
-
-        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            report(f"the model calls Tensor.{name}")
-            return method(tensor, *args, **kwargs)
-
-        return call
-
-    with _PATCH_LOCK:
-        originals = {name: own.get(name) for name in _READS_NUMBERS}
-        try:
-            for name in originals:
-                setattr(Tensor, name, wrapped(name))
-            yield
-        finally:
-            for name, method in originals.items():
-                if method is None:
-                    delattr(Tensor, name)
-                else:
-                    setattr(Tensor, name, method)
 
 
 class Recorder(DispatchMode):
@@ -134,13 +104,15 @@ class Recorder(DispatchMode):
         """Value number of u; -1 before the backward pass."""
         self.conditions: dict[int, int] = {}
         """Value numbers of Boolean tensors on which the operations depend, with the counts of their true elements."""
+        self.inexact: set[int] = set()
+        """Value numbers of results that may differ on another device."""
         self.inputs = [self._add_input(tensor) for tensor in inputs]
         """Value numbers of the tangents and of the tensors of the batch."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Records the operations of the enclosed code."""
-        with _reads_reported(self.refuse), self:
+        with reads_reported(self.refuse), self:
             yield
 
     def refuse(self, reason: str) -> None:
@@ -188,6 +160,8 @@ class Recorder(DispatchMode):
         """Assigns a number to a new value. Its root is the first value with the same memory."""
         number = len(self._roots)
         self._numbers[tensor] = number
+        if tensor.is_floating_point() or tensor.is_complex():
+            self.inexact.add(number)
         pointer = memory_address(tensor)
         self._memory[number] = pointer
         root = next((self._roots[source] for source in sources if pointer and self._memory[source] == pointer), number)
@@ -206,6 +180,10 @@ class Recorder(DispatchMode):
             # A tensor from Python numbers.
             args = (self._constant_tensor(args[0]),)
             func = aten.clone.default
+        if func is aten.nonzero.default and args[0].dim() == 1 and self._add_conditions(func, args):
+            count = self.conditions[cast("int", self.number(args[0]))]
+            with self:
+                return true_positions(args[0], count)[:, None]
         if not self._add_conditions(func, args) and (reason := _reason_against(func, args, kwargs)) is not None:
             self.refuse(reason)
             return func(*args, **kwargs)
@@ -215,7 +193,7 @@ class Recorder(DispatchMode):
         writes = self._written(func, args, kwargs) if is_mutating(func) else ()
         out = func(*args, **kwargs)
         if self.refusal is None:
-            self._add(f"{self._constant(func, 'o')}({', '.join(parts)})", reads, writes, out)
+            self._add(func, ", ".join(parts), reads, writes, out)
         return out
 
     def _add_conditions(self, func: Any, args: Any) -> bool:
@@ -226,7 +204,7 @@ class Recorder(DispatchMode):
         """
         if func is aten.index.Tensor:
             masks = [index for index in args[1] if index is not None and index.dtype not in (torch.int64, torch.int32)]
-        elif is_number_read(func):
+        elif is_number_read(func) or func is aten.nonzero.default:
             masks = [args[0]]
         else:
             return False
@@ -236,8 +214,10 @@ class Recorder(DispatchMode):
         self.conditions.update((number, int(mask.count_nonzero())) for number, mask in zip(numbers, masks, strict=True))
         return True
 
-    def _add(self, text: str, reads: Sequence[int], writes: tuple[int, ...], out: Any) -> None:
+    def _add(self, func: Any, arguments: str, reads: Sequence[int], writes: tuple[int, ...], out: Any) -> None:
+        text = f"{self._constant(func, 'o')}({arguments})"
         if writes:
+            self.inexact.update(writes)
             self.operations.append(Operation(text, tuple(reads), writes, (), ""))
             return
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
@@ -249,6 +229,8 @@ class Recorder(DispatchMode):
             self.refuse("an operation returns one of its arguments")
             return
         results = tuple(self._new_number(tensor, reads) for tensor in tensors)
+        if func.overloadpacket.__name__ not in _EXACT:
+            self.inexact.update(results)
         names = iter(results)
         target = ", ".join(f"v{next(names)}" if isinstance(item, Tensor) else "_" for item in outs)
         target = target if isinstance(out, Tensor) else f"[{target}]"
@@ -338,7 +320,8 @@ class Program:
         self._backwards: dict[tuple[str, ...], Callable[..., Any]] = {}
         self.conditions = tuple(recorder.conditions.values())
         """Counts of true elements for which the program is valid; see `Recorder.conditions`."""
-        self._count = self._define_count() if self.conditions else None
+        self._conditioned = self._inputs_of_conditions()
+        self._count = {on_cpu: self._define_count(on_cpu=on_cpu) for on_cpu in (False, True)}
         state = recorder.state
         backward = _needed(recorder.operations[recorder.forward_length :], set(gradients.values()), recorder.root)
         used = {number for operation in backward for number in operation.reads} | set(gradients.values())
@@ -358,16 +341,19 @@ class Program:
     def _context(self) -> AbstractContextManager[None]:
         return below_autograd(bypass=not self._compiled)
 
-    def conditions_for(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-        """Returns the counts to compare with `conditions`; reading them synchronises with the device.
+    def conditions_for(self, inputs: Sequence[Tensor], copies: Sequence[Tensor | None]) -> tuple[int, ...]:
+        """Returns the counts to compare with `conditions`.
 
         Args:
             inputs: As for `forward`; the list is not changed.
+            copies: Copies of the inputs on the CPU, None for inputs without one. If all inputs that the conditions
+                depend on have one, the counts are not read from the device.
         """
-        if self._count is None:
+        if not self.conditions:
             return ()
+        on_cpu = self._conditioned is not None and all(copies[index] is not None for index in self._conditioned)
         with self._context():
-            masks = self._count(list(inputs), self.state)
+            masks = self._count[on_cpu](list(copies if on_cpu else inputs), self.state)
             return tuple(torch.stack([mask.count_nonzero() for mask in masks]).tolist())
 
     def forward(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -397,12 +383,27 @@ class Program:
         with self._context():
             return dict(zip(selected, self._backwards[selected](saved, self.state, u), strict=True))
 
-    def _define_count(self) -> Callable[..., Any]:
+    def _condition_operations(self) -> list[Operation]:
+        recorder = self._recorder
+        return _needed(recorder.operations[: recorder.forward_length], recorder.conditions, recorder.root)
+
+    def _inputs_of_conditions(self) -> list[int] | None:
+        """Returns the indices of the inputs that the conditions depend on.
+
+        None if the conditions cannot be computed on the CPU: they depend on the state of the model, or on values that
+        may differ there.
+        """
+        recorder, operations = self._recorder, self._condition_operations()
+        used = {*recorder.conditions, *(number for operation in operations for number in operation.reads)}
+        if not used.isdisjoint(recorder.inexact | recorder.state.keys()):
+            return None
+        return [index for index, number in enumerate(recorder.inputs) if number in used]
+
+    def _define_count(self, *, on_cpu: bool) -> Callable[..., Any]:
         recorder, outputs = self._recorder, list(self._recorder.conditions)
-        operations = _needed(recorder.operations[: recorder.forward_length], outputs, recorder.root)
-        lines = _body(operations, {*outputs, *recorder.state}, recorder.inputs)
+        lines = _body(self._condition_operations(), {*outputs, *recorder.state}, recorder.inputs)
         lines.append(f"return ({''.join(f'{self._name(number)}, ' for number in outputs)})")
-        return self._define("conditions", "inputs", recorder.inputs, lines)
+        return self._define("conditions", "inputs", recorder.inputs, lines, on_cpu=on_cpu)
 
     def _define_forward(self, saved: Sequence[int]) -> Callable[..., Any]:
         recorder = self._recorder
@@ -422,7 +423,7 @@ class Program:
         return self._define("backward", "saved", self._saved, lines, f"v{recorder.seed}")
 
     def _define(
-        self, name: str, values: str, numbers: Sequence[int], lines: Iterable[str], *extra: str
+        self, name: str, values: str, numbers: Sequence[int], lines: Iterable[str], *extra: str, on_cpu: bool = False
     ) -> Callable[..., Any]:
         """Defines a function of a list of values (which it empties), the state of the model and `extra` arguments."""
         state = [self._name(number) for number in self._recorder.state]
@@ -434,6 +435,8 @@ class Program:
         ]
         source = f"def {name}({', '.join((values, 'state', *extra))}):\n" + "".join(f"    {line}\n" for line in body)
         constants = self._recorder.constants
+        if on_cpu:
+            constants = {key: torch.device("cpu") if isinstance(c, torch.device) else c for key, c in constants.items()}
         namespace = dict(constants) if self._compiled else {key: callable_of(constants[key]) for key in constants}
         exec(compile(source, f"<kfacpack {name}>", "exec"), namespace)
         function: Callable[..., Any] = namespace[name]

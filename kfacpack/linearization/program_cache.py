@@ -23,6 +23,8 @@ from kfacpack._torch import global_module_hooks, tensor_layouts, tensor_versions
 from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import GradientEdge
+
     from kfacpack.linearization.program import Program, Recorder
 
 _MAX_SIGNATURES = 32
@@ -241,15 +243,16 @@ class ProgramCache:
     def __init__(self) -> None:
         self._entries: OrderedDict[Any, ProgramEntry] = OrderedDict()
 
-    def entry(self, key: Any, inputs: Sequence[Tensor]) -> ProgramEntry:
+    def entry(self, key: Any, inputs: Sequence[Tensor], copies: Sequence[Tensor | None]) -> ProgramEntry:
         """Returns the entry for a call. Inputs that do not meet the conditions of a program have an entry of their own.
 
         Args:
             key: Signature of the call.
             inputs: Tangents and tensors of the batch.
+            copies: Copies of the inputs on the CPU; None for inputs without one.
         """
         entry = self._entry(key)
-        while (program := entry.program) and (counts := program.conditions_for(inputs)) != program.conditions:
+        while (program := entry.program) and (counts := program.conditions_for(inputs, copies)) != program.conditions:
             key = (key, counts)
             entry = self._entry(key)
         return entry
@@ -278,6 +281,27 @@ class Gradient(Protocol):
 
     def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
         """Returns the gradients for `names`. With `retain_graph`, it can be called again."""
+
+
+class GraphGradient:
+    """Gradient computed by autograd.
+
+    Args:
+        f: Output with its graph.
+        edges: Graph edges at which the gradients of the parameters are computed, by name.
+    """
+
+    def __init__(self, f: Tensor, edges: Mapping[str, GradientEdge]) -> None:
+        self._f = f
+        self._edges = edges
+
+    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
+        """Returns the gradients for `names`."""
+        if self._f.grad_fn is None:
+            return {}
+        edges = [self._edges[name] for name in names]
+        results = torch.autograd.grad(self._f, edges, u, retain_graph=retain_graph, allow_unused=True)
+        return {name: result for name, result in zip(names, results, strict=True) if result is not None}
 
 
 class RecordedGradient:

@@ -1,4 +1,4 @@
-"""Turns examples into batches, in this process or in worker processes, and runs models on them.
+"""Turns examples into batches, in this process or in worker processes, moves them to a device, and runs models on them.
 
 Batches are read with torch's `DataLoader`. The number of worker processes changes neither the batches nor their order,
 so it does not affect any result.
@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from hashlib import sha256
 from itertools import chain, tee
 from typing import Any, TypeAlias
@@ -21,7 +21,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError, NotFiniteError, first_line, printable
-from kfacpack.models.functional import BatchMover, at_least_float32, call_model, tensors_of
+from kfacpack.models.functional import (
+    MirroredTensor,
+    ModelInput,
+    TensorPack,
+    at_least_float32,
+    call_model,
+    device_tensor,
+    map_tensors,
+    tensors_of,
+)
 from kfacpack.models.model import Batch, Model
 from kfacpack.tasks.task import Example, Split, batched
 
@@ -127,7 +136,38 @@ def step_batches(
             prepared: list[Any] = [next(loader) for _ in parts]
             if labels is not None:
                 prepared = [(batch, labels(numbers)) for batch, (_, numbers) in zip(prepared, parts, strict=True)]
-            yield list(move(prepared))
+            moved = list(move(prepared))
+            yield moved if labels is None else [(batch, device_tensor(own)) for batch, own in moved]
+
+
+class BatchMover:
+    """Moves batches to a device, all tensors of a batch in one copy.
+
+    On CUDA devices, the copy runs on a separate stream, from pinned memory, in parallel with earlier work. Tensors of
+    integers and Booleans are mirrored, so that models can read them without waiting.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batch: ModelInput) -> Any:
+        """Returns the batch with its tensors on the device; they may share memory."""
+        tensors = tensors_of(batch)
+        if not tensors or all(tensor.device == self._device for tensor in tensors):
+            return batch
+        pack = TensorPack(tensors, pin=self._stream is not None)
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            buffer = pack.buffer.to(self._device, non_blocking=True)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            buffer.record_stream(current)
+        moved = map(MirroredTensor.of, pack.views(buffer), pack.views(pack.buffer))
+        return map_tensors(batch, lambda tensor: next(moved))
 
 
 class _BatchDataset(Dataset[Any]):

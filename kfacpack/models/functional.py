@@ -8,8 +8,9 @@ consecutive rows of f.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from kfacpack._torch import tensor_versions
 from kfacpack.errors import KfacpackError, NotFiniteError
 
 ModelInput: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any]"
@@ -109,6 +111,158 @@ def to_device(batch: ModelInput, device: torch.device) -> Any:
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
+_READS = frozenset(("__bool__", "__int__", "__index__", "__float__", "item", "tolist"))
+"""Functions that return the values of a tensor to Python."""
+_MIRRORED = frozenset((
+    "to", "bool", "int", "long", "detach", "clone", "contiguous", "flatten", "view", "reshape", "squeeze", "unsqueeze",
+    "expand", "transpose", "permute", "__getitem__", "all", "any", "sum", "amax", "amin", "max", "min", "cumsum",
+    "diff", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
+    "add", "sub", "mul", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__",
+    "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or",
+    "__invert__", "__and__", "__or__", "__rand__", "__ror__",
+))  # fmt: skip
+"""Functions whose results are mirrored. Their results are determined by the arguments, and exact for integers."""
+
+
+class MirroredTensor(Tensor):
+    """A tensor of integers or Booleans on a device whose values are also on the CPU, so that reading does not wait.
+
+    Models read values of their batch: transformers asks whether a mask contains padding. The result of a function in
+    `_MIRRORED` is mirrored as well, and is computed on the CPU once it is read. Other functions are applied to the
+    tensor on the device, as if it were an ordinary one. After a modification, values are read from the device.
+    """
+
+    device_tensor: Tensor
+    """The tensor on the device."""
+    _host: Tensor | Callable[[], Tensor]
+    _versions: list[int]
+
+    @classmethod
+    def of(cls, tensor: Tensor, host: Tensor | Callable[[], Tensor]) -> Tensor:
+        """Returns a mirrored tensor, or the given one if it is of another type or does not record modifications.
+
+        Args:
+            tensor: The tensor on the device.
+            host: The same values on the CPU, or a function that returns them.
+        """
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.is_inference():
+            return tensor
+        mirrored = tensor.as_subclass(cls)
+        mirrored.device_tensor, mirrored._host, mirrored._versions = tensor, host, tensor_versions([tensor])
+        return mirrored
+
+    def is_current(self) -> bool:
+        """Returns whether the values on the CPU are those on the device."""
+        return tensor_versions([self.device_tensor]) == self._versions
+
+    def host(self) -> Tensor:
+        """Returns the values on the CPU at the time of construction."""
+        if not isinstance(self._host, Tensor):
+            self._host = self._host()
+        return self._host
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch, on the CPU if it only reads values, and otherwise on the device."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        tensors = _nested_tensors([*args, *kwargs.values()])
+        known = all(isinstance(tensor, cls) and tensor.is_current() for tensor in tensors)
+        if known and name in _READS:
+            return func(tensors[0].host())
+        if known and name == "nonzero" and not kwargs:
+            mask, count = tensors[0].device_tensor, int(tensors[0].host().count_nonzero())
+            if mask.dtype is torch.bool and mask.dim() == 1:
+                return true_positions(mask, count)[:, None]
+        result = func(*_replaced(args, device_tensor), **_replaced(kwargs, device_tensor))
+        if not known or name not in _MIRRORED or not isinstance(result, Tensor):
+            return result
+
+        def on_cpu(value: Any) -> Any:
+            if isinstance(value, cls):
+                return value.host()
+            names_device = isinstance(value, torch.device) or (name == "to" and type(value) in (str, int))
+            return torch.device("cpu") if names_device else value
+
+        return cls.of(result, lambda: func(*_replaced(args, on_cpu), **_replaced(kwargs, on_cpu)))
+
+
+def device_tensor(value: Any) -> Any:
+    """Returns the ordinary tensor of a mirrored one, and any other value unchanged."""
+    return value.device_tensor if isinstance(value, MirroredTensor) else value
+
+
+def host_copy(tensor: Tensor) -> Tensor | None:
+    """Returns the values of a mirrored tensor on the CPU; None for other tensors, and after a modification."""
+    return tensor.host() if isinstance(tensor, MirroredTensor) and tensor.is_current() else None
+
+
+def _replaced(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Returns arguments of a call with `function` applied to each item of lists, tuples and dicts."""
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, function) for item in value)
+    if type(value) is dict:
+        return {key: _replaced(item, function) for key, item in value.items()}
+    return function(value)
+
+
+def _nested_tensors(value: Any) -> list[Any]:
+    """Returns all tensors among the arguments of a call."""
+    tensors: list[Any] = []
+    _replaced(value, lambda item: tensors.append(item) if isinstance(item, Tensor) else None)
+    return tensors
+
+
+_RAW_READS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage"))
+"""Methods that read the memory of a tensor without an operation that a dispatch mode sees."""
+_PATCH_LOCK = threading.RLock()
+
+
+@contextmanager
+def reads_reported(report: Callable[[str], None]) -> Iterator[None]:
+    """Reports calls of methods that read the values of a tensor without the dispatcher.
+
+    The methods are replaced temporarily. A `TorchFunctionMode` would also see them, but it disables the fast path of
+    nn.MultiheadAttention, and with it the operations of an untraced call.
+    """
+    own = vars(Tensor)
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            report(f"the model calls Tensor.{name}")
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    with _PATCH_LOCK:
+        originals = {name: own.get(name) for name in _RAW_READS}
+        try:
+            for name in originals:
+                setattr(Tensor, name, wrapped(name))
+            yield
+        finally:
+            for name, method in originals.items():
+                if method is None:
+                    delattr(Tensor, name)
+                else:
+                    setattr(Tensor, name, method)
+
+
+def true_positions(mask: Tensor, count: int) -> Tensor:
+    """Returns the positions of the true elements in ascending order, like `nonzero`, which waits for the device.
+
+    Args:
+        mask: Boolean, (length,).
+        count: Number of true elements.
+
+    Returns:
+        (count,)
+    """
+    positions = torch.arange(len(mask), device=mask.device)
+    return positions.masked_fill(mask.logical_not(), len(mask)).sort().values[:count]
+
+
 class TensorPack:
     """Several tensors in one byte buffer on the CPU, so that one copy moves all of them to a device.
 
@@ -141,35 +295,6 @@ class TensorPack:
             buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             for start, (dtype, shape) in zip(self._starts, self._specs, strict=True)
         ]
-
-
-class BatchMover:
-    """Moves batches to a device, all tensors of a batch in one copy.
-
-    On CUDA devices, the copy runs on a separate stream, from pinned memory, in parallel with earlier work.
-
-    Args:
-        device: Device that batches are moved to.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def __call__(self, batch: ModelInput) -> Any:
-        """Returns the batch with its tensors on the device; they may share memory."""
-        tensors = tensors_of(batch)
-        if not tensors or all(tensor.device == self._device for tensor in tensors):
-            return batch
-        pack = TensorPack(tensors, pin=self._stream is not None)
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            buffer = pack.buffer.to(self._device, non_blocking=True)
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            buffer.record_stream(current)
-        views = iter(pack.views(buffer))
-        return map_tensors(batch, lambda tensor: next(views))
 
 
 class DeferredValues:
@@ -213,11 +338,20 @@ def rows_per_example(batch: ModelInput) -> list[int] | None:
     return answers.flatten(1).sum(1).tolist() if isinstance(answers, Tensor) and answers.dim() > 1 else None
 
 
-def answer_targets(batch: ModelInput) -> Tensor:
-    """Returns the token that each row of f should predict, (P,): the token after the position of the row."""
+def answer_positions(batch: ModelInput, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the example of each row of f and the token that it should predict: the one after its position.
+
+    Args:
+        batch: A batch with several rows per example.
+        count: Number of rows of f, P.
+
+    Returns:
+        Indices of the examples, (P,), and tokens, (P,).
+    """
     assert isinstance(batch, Mapping)
-    targets: Tensor = batch["input_ids"].roll(-1, dims=-1)[batch[ANSWERS].bool()]
-    return targets
+    ids, answers = device_tensor(batch["input_ids"]), device_tensor(batch[ANSWERS])
+    positions = true_positions(answers.bool().flatten(), count)
+    return positions // answers[0].numel(), ids.roll(-1, dims=-1).flatten()[positions]
 
 
 @contextmanager

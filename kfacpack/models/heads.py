@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.models.data_loading import outputs
-from kfacpack.models.functional import answer_targets, at_least_float32, rows_per_example
+from kfacpack.models.functional import answer_positions, at_least_float32
 from kfacpack.models.model import Batch, Model
 from kfacpack.tasks.task import Split, Task, has_completions, parent_task
 
@@ -129,11 +130,18 @@ class AnswerHead(Head):
 
     def logits(self, f: Tensor) -> Tensor:
         """Returns the log-likelihoods of the classes, (N, K), for f of shape (N * tokens of all answers, C)."""
-        tokens = torch.tensor([token for answer in self.answers for token in answer], device=f.device)
+        tokens, order = self._indices
         rows = super().logits(f).log_softmax(1).unflatten(0, (-1, len(tokens)))
         chosen = rows.gather(2, tokens.expand(len(rows), -1)[..., None])[..., 0]
         scores = torch.stack([part.sum(1) for part in chosen.split([len(answer) for answer in self.answers], 1)], 1)
-        return scores[:, list(self.answer_of)]
+        return scores[:, order]
+
+    @cached_property
+    def _indices(self) -> tuple[Tensor, Tensor]:
+        """The tokens of all answers and `answer_of`, on the device, to which they are copied once."""
+        tokens = [token for answer in self.answers for token in answer]
+        device = self.weight.device
+        return torch.tensor(tokens, device=device), torch.tensor(self.answer_of, device=device)
 
     def of_classes(self, classes: range) -> Head:
         """Returns a head that is restricted to consecutive classes."""
@@ -152,15 +160,17 @@ class CompletionHead(Head):
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns two sums over the examples: of the mean cross-entropy, and of the fraction of correct tokens."""
-        counts = torch.tensor(rows_per_example(batch), device=f.device)
-        weights = (1 / counts.to(f.dtype)).repeat_interleave(counts)
-        logits, targets = self.logits(f), answer_targets(batch).to(f.device)
+        examples, targets = (tensor.to(f.device) for tensor in answer_positions(batch, len(f)))
+        counts = torch.zeros_like(labels, dtype=f.dtype).index_add_(
+            0, examples, torch.ones_like(examples, dtype=f.dtype)
+        )
+        weights, logits = (1 / counts)[examples], self.logits(f)
         losses = cross_entropy(logits, targets, reduction="none")
         return (losses * weights).sum(), ((logits.argmax(1) == targets) * weights).sum()
 
     def log_likelihoods(self, f: Tensor, batch: Batch) -> tuple[Tensor, int]:
         """Returns the log-likelihood of each token of the completions, (P,), and the number of correct predictions."""
-        logits, targets = self.logits(f), answer_targets(batch).to(f.device)
+        logits, targets = self.logits(f), answer_positions(batch, len(f))[1].to(f.device)
         return -cross_entropy(logits, targets, reduction="none"), int((logits.argmax(1) == targets).sum())
 
     @property

@@ -9,8 +9,9 @@ unpacked when they are used. With `offload`, all matrices stay on the CPU in the
 blocks are copied in one transfer to one of two buffers on the device, while the blocks in the other buffer are
 computed.
 
-Batches are computed in the order of their blocks, in which blocks that share a matrix, such as the projections of an
-attention layer, are neighbours: the matrix is copied and unpacked once for all of them.
+Batches that share a matrix follow each other: those of the projections of an attention layer, or of the keys and values
+that all layers of a decoder compute from the output of the encoder. The matrix is copied and unpacked once for all of
+them. Otherwise, batches are computed in the order of their blocks.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class BlockBatch:
 def plan_batches(
     blocks: Sequence[CurvatureBlock], weights: Sequence[float], shapes: ParameterShapes
 ) -> list[BlockBatch]:
-    """Groups blocks into batches, in the order of their first blocks.
+    """Groups blocks into batches, in the order of their first blocks, but batches that share a matrix together.
 
     Args:
         blocks: The blocks.
@@ -126,7 +127,12 @@ def plan_batches(
         covered[key] |= pieces
         groups.setdefault(key, []).append(block)
     order = {id(block): number for number, block in enumerate(blocks)}
-    parts = sorted((part for group in groups.values() for part in _limited_parts(group)), key=lambda p: order[id(p[0])])
+    first_use = {id(matrix): order[id(block)] for block in reversed(blocks) for matrix in _matrices(block)}
+
+    def place(part: Sequence[CurvatureBlock]) -> tuple[int, int]:
+        return min(first_use[id(matrix)] for matrix in _matrices(part[0])), order[id(part[0])]
+
+    parts = sorted((part for group in groups.values() for part in _limited_parts(group)), key=place)
     return [BlockBatch(tuple(part), weights[order[id(part[0])]]) for part in parts]
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import kfacpack as kp
 from kfacpack.linearization import program_cache
+from kfacpack.models.functional import MirroredTensor
 
 USES = 4
 """Calls after which a program replaces the model: untraced, recorded, verified, replayed."""
@@ -174,6 +175,34 @@ def test_booleans_of_the_batch_are_conditions_of_a_program(read):
     lin = assert_same_steps(model, inputs)
     assert lin.programs in (1, 2), lin.untraced
     assert lin.untraced == ()
+
+
+@pytest.mark.parametrize(
+    ("read", "from_copy"),
+    [
+        (lambda ids: bool((ids > 1).all()), True),
+        (lambda ids: len(ids[:, 0].gt(1).nonzero()) == len(ids), True),
+        (lambda ids: bool(ids.double().mean() > 1.5), False),
+        (lambda ids: bool((ids.sort().values > 1).all()), False),
+    ],
+    ids=["integers", "nonzero", "rounded", "sorted"],
+)
+def test_conditions_on_integers_are_computed_from_their_copy(read, from_copy):
+    """The copy of a mirrored tensor has other values here, so that the result shows which of them were read."""
+
+    class ReadsIds(Reads):
+        def forward(self, ids, x):
+            return (2 if self.read(ids) else 3) * self.inner(x)
+
+    model = seeded(lambda: ReadsIds(read))
+    lin, ids = kp.linearize(model), torch.full((7, 4), 2)
+    tau = random_tau(lin)
+    for x in batches():
+        step(lin, (MirroredTensor.of(ids, ids.clone()), x), tau)
+    assert lin.programs == 1, lin.untraced
+    f = lin.at((MirroredTensor.of(ids, torch.zeros_like(ids)), x), tau).f
+    assert torch.equal(f, (3 if from_copy else 2) * model.inner(x).detach())
+    assert torch.equal(lin.at((ids, x), tau).f, 2 * model.inner(x).detach())
 
 
 def test_a_model_that_reads_its_own_output_stays_untraced():

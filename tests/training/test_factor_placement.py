@@ -145,6 +145,34 @@ def test_a_shared_factor_is_unpacked_once(stored_as, placement, monkeypatch):
     assert len(calls) == (0 if is_kept else len(matrices))
 
 
+def cross_attention(layers=3):
+    """Keys of all layers are computed from the same inputs; other blocks are between them."""
+    keys, others = [f"{layer}.key" for layer in range(layers)], [f"{layer}.other" for layer in range(layers)]
+    A, make = MATRIX_FORMS["packed-int8"](random_psd(4, 100)), MATRIX_FORMS["packed-int8"]
+    blocks = []
+    for number, name in enumerate(name for pair in zip(keys, others, strict=True) for name in pair):
+        own = A if name in keys else make(random_psd(4, 200 + number))
+        join = kp.Join(rows=3, columns=4, pieces=(kp.Piece(parameter=name),))
+        blocks.append(kp.CurvatureBlock(name, "linear", join, kp.Kronecker.of(make(random_psd(3, number)), own)))
+    return kp.Curvature(blocks, about({block.name: torch.randn(3, 4) for block in blocks}))
+
+
+@pytest.mark.parametrize("placement", ["single", "offloaded"])
+def test_a_factor_that_distant_blocks_share_is_copied_and_unpacked_once(placement, monkeypatch):
+    monkeypatch.setattr(factor_placement, "STACK_ELEMENTS", 0)
+    curvature, unpacked, copied = cross_attention(), [], []
+    tau = random_tau(curvature, dtype=torch.float64)
+    agree(placed(kp.Regularizer(curvature, 3.0), placement, torch.float64), tau, brute([curvature], tau, 3.0))
+    unpack, start = StoredOperator._unpack, FactorStream._start_copy
+    monkeypatch.setattr(StoredOperator, "_unpack", lambda self, dtype: unpacked.append(self) or unpack(self, dtype))
+    monkeypatch.setattr(
+        FactorStream, "_start_copy", lambda self, host, slot: copied.append(host.pack.nbytes) or start(self, host, slot)
+    )
+    placed(kp.Regularizer(curvature, 3.0), placement, torch.float32).value(random_tau(curvature))
+    assert len(unpacked) == 2 * len(curvature.blocks) - 2, "the keys of three layers share one factor"
+    assert sum(copied) == (stored_bytes(curvature) if placement == "offloaded" else 0)
+
+
 def test_int8_factors_stay_int8():
     curvature = layers_of_equal_shape("packed-int8")
     regularizer = kp.Regularizer(curvature, 3.0)

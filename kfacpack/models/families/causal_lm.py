@@ -68,7 +68,8 @@ class CausalLMFamily:
             ids, mask, chosen = (tensor.to(device).flatten(0, -2) for tensor in (input_ids, attention_mask, answers))
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)
             hidden = decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
-            f: Tensor = hidden.last_hidden_state[chosen.bool()]
+            rows = chosen.bool().flatten().nonzero()[:, 0]
+            f: Tensor = hidden.last_hidden_state[rows // chosen.shape[1], rows % chosen.shape[1]]
             return f
 
         def output_layer() -> Tensor:
