@@ -11,7 +11,7 @@ import matplotlib as mpl
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
-from claims import Results, spread
+from measures import Results, spread
 
 COLORS = (
     "#6b7280",
@@ -72,6 +72,29 @@ def sweeps(results: Results, figure: Any) -> None:
     right.set_ylabel("‖Δf‖²: own task green, others red")
 
 
+def maps(results: Results, figure: Any) -> None:
+    """Disentanglement error ξ over the coefficients of two vectors: a row for each arm, a column for each pair."""
+    grids = {name: arm["seeds"][0]["disentanglement"] for name, arm in results.arms.items()}
+    grids = {name: of_arm for name, of_arm in grids.items() if of_arm}
+    columns = max(len(of_arm) for of_arm in grids.values())
+    figure.set_size_inches(2.4 * columns + 0.8, 2.2 * len(grids))
+    all_axes = figure.subplots(len(grids), columns, squeeze=False, sharex=True, sharey=True)
+    largest = max(value for of_arm in grids.values() for grid in of_arm for line in grid["xi"] for value in line)
+    for axes_of_arm, (name, of_arm) in zip(all_axes, grids.items(), strict=True):
+        for axes, grid in zip(axes_of_arm, of_arm, strict=True):
+            first, second = grid["tasks"]
+            # Rows of ξ are the coefficients of the first task, which are on the horizontal axis.
+            values = list(zip(*grid["xi"], strict=True))
+            mesh = axes.pcolormesh(grid["alphas"], grid["alphas"], values, vmin=0, vmax=largest, cmap="viridis")
+            axes.set_aspect("equal")
+            axes.set_title(f"{name}: {first}, {second}", fontsize=8)
+    for axes in all_axes[-1]:
+        axes.set_xlabel("α, first task")
+    for axes in all_axes[:, 0]:
+        axes.set_ylabel("α, second task")
+    figure.colorbar(mesh, ax=all_axes, label="ξ", shrink=0.7)
+
+
 def negation(results: Results, figure: Any) -> None:
     """Target and control accuracy after negation."""
     axes = figure.subplots()
@@ -91,6 +114,10 @@ def size(results: Results, figure: Any) -> None:
     axes = figure.subplots()
     for color, (name, arm) in zip(COLORS, results.arms.items(), strict=False):
         values = [100 * value for value in results.sum_at_one(name)]
+        if arm["bundle_bytes"] is None:
+            axes.axhline(100 * fmean(results.sum_at_one(name)), color="#d1d5db", zorder=0)
+            axes.annotate(name, (0.02, 100 * fmean(results.sum_at_one(name))), xycoords=("axes fraction", "data"))
+            continue
         axes.errorbar(arm["bundle_bytes"] / 1e6, fmean(values), yerr=spread(values), fmt="o", color=color)
         axes.annotate(
             name, (arm["bundle_bytes"] / 1e6, fmean(values)), textcoords="offset points", xytext=(5, 3), fontsize=8
@@ -117,6 +144,7 @@ def methods(results: Results, figure: Any) -> None:
 FIGURES: dict[str, Callable[[Results, Any], None]] = {
     "bars": bars,
     "sweeps": sweeps,
+    "maps": maps,
     "negation": negation,
     "bytes": size,
     "methods": methods,
