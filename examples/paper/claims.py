@@ -38,7 +38,7 @@ class PlanPage:
     paper: Mapping[str, str] = field(default_factory=dict)
     """The paper's numbers by arm."""
     paper_heading: str = "paper, ViT-B/32"
-    figures: tuple[str, ...] = ("bars",)
+    figures: tuple[str, ...] = ("arms",)
     """Names of figures; the first has the name of the plan, others have their own name appended."""
     table: Callable[[Results, Mapping[str, str], str], list[str]] = arms_table
 

@@ -11,6 +11,7 @@ import matplotlib as mpl
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FormatStrFormatter
 from measures import Results, spread
 
 COLORS = (
@@ -28,21 +29,15 @@ COLORS = (
 )
 
 
-def _errorbar(axes: Any, results: Results, names: list[str]) -> None:
-    for position, name in enumerate(names):
-        values = [100 * value for value in results.sum_at_one(name)]
-        axes.bar(
-            position, fmean(values), yerr=spread(values), color=COLORS[position % len(COLORS)], width=0.7, capsize=3
-        )
-    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    low = min(100 * min(results.sum_at_one(name)) for name in names)
-    axes.set_ylim(bottom=max(0, low - 5))
-    axes.set_ylabel("accuracy of the sum at α = 1, %")
-
-
-def bars(results: Results, figure: Any) -> None:
+def arms(results: Results, figure: Any) -> None:
     """Accuracy of the sum of each arm at α = 1."""
-    _errorbar(figure.subplots(), results, list(results.arms))
+    axes = figure.subplots()
+    for position, (color, name) in enumerate(zip(COLORS, results.arms, strict=False)):
+        values = [100 * value for value in results.sum_at_one(name)]
+        axes.errorbar(position, fmean(values), yerr=spread(values), fmt="o", color=color, capsize=3)
+    axes.set_xticks(range(len(results.arms)), list(results.arms), rotation=30, ha="right")
+    axes.grid(axis="y", color="#e5e7eb")
+    axes.set_ylabel("accuracy of the sum at α = 1, %")
 
 
 def sweeps(results: Results, figure: Any) -> None:
@@ -115,14 +110,17 @@ def size(results: Results, figure: Any) -> None:
     for color, (name, arm) in zip(COLORS, results.arms.items(), strict=False):
         values = [100 * value for value in results.sum_at_one(name)]
         if arm["bundle_bytes"] is None:
-            axes.axhline(100 * fmean(results.sum_at_one(name)), color="#d1d5db", zorder=0)
-            axes.annotate(name, (0.02, 100 * fmean(results.sum_at_one(name))), xycoords=("axes fraction", "data"))
+            axes.axhline(fmean(values), color="#d1d5db", zorder=0)
+            axes.annotate(name, (0.01, fmean(values)), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
             continue
         axes.errorbar(arm["bundle_bytes"] / 1e6, fmean(values), yerr=spread(values), fmt="o", color=color)
         axes.annotate(
             name, (arm["bundle_bytes"] / 1e6, fmean(values)), textcoords="offset points", xytext=(5, 3), fontsize=8
         )
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(FormatStrFormatter("%g"))
+    axes.margins(x=0.12, y=0.12)
     axes.set_xlabel("MB per task")
     axes.set_ylabel("accuracy of the sum at α = 1, %")
 
@@ -142,7 +140,7 @@ def methods(results: Results, figure: Any) -> None:
 
 
 FIGURES: dict[str, Callable[[Results, Any], None]] = {
-    "bars": bars,
+    "arms": arms,
     "sweeps": sweeps,
     "maps": maps,
     "negation": negation,
