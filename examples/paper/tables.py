@@ -78,4 +78,4 @@ def cost_table(results: Results, paper: Mapping[str, str], heading: str) -> list
         [name, f"{entry['seconds']:.3g} s", f"{entry['bytes'] / 1e6:.0f} MB", paper.get(name, "")]
         for name, entry in results.content["costs"].items()
     ]
-    return table_of(["", "time", "peak memory", heading], rows)
+    return table_of(["", "CPU time", "peak memory", heading], rows)
