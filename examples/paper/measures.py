@@ -113,4 +113,5 @@ def described(values: Sequence[float], unit: str = "points") -> str:
     """Describes a difference: mean and standard deviation over seeds."""
     scale = 100 if unit == "points" else 1
     digits = 1 if unit == "points" else 3
-    return f"{scale * fmean(values):+.{digits}f} ± {scale * spread(values):.{digits}f} {unit}"
+    mean = f"{scale * fmean(values):+.{digits}f}".replace("-", "−")
+    return f"{mean} ± {scale * spread(values):.{digits}f} {unit}"
