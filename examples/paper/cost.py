@@ -1,9 +1,10 @@
-"""Measures the time of an estimate and of a training step, and their peak memory, in separate processes.
+"""Measures the CPU time of an estimate and of a training step, and their peak memory, in separate processes.
 
     python examples/paper/cost.py results/cost.json
 
-The time of a step is the difference of two runs of different length, divided by the difference of their steps, so that
-loading the model does not count.
+Each process uses one thread, so that its CPU time hardly depends on other work on the machine. The time of a step is
+the difference of two runs of different length, divided by the difference of their steps, so that loading the model does
+not count.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,14 +20,13 @@ SHORT, LONG = 5, 45
 
 
 def measure(*arguments: object) -> tuple[float, int]:
-    """Runs a kfacpack command; returns its seconds and the peak memory of its process in bytes."""
-    start = time.perf_counter()
+    """Runs a kfacpack command; returns the CPU seconds of its process and its peak memory in bytes."""
     command = [sys.executable, "-m", "kfacpack_cli", *map(str, arguments), "--quiet"]
     process = os.spawnve(os.P_NOWAIT, sys.executable, command, {**os.environ, "OMP_NUM_THREADS": "1"})
     _, status, usage = os.wait4(process, 0)
     if status:
         sys.exit(f"{' '.join(command)}: exit code {os.waitstatus_to_exitcode(status)}")
-    return time.perf_counter() - start, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main(target: Path) -> None:

@@ -11,7 +11,8 @@ import matplotlib as mpl
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
-from claims import Results, spread
+from matplotlib.ticker import FormatStrFormatter
+from measures import Results, spread
 
 COLORS = (
     "#6b7280",
@@ -28,21 +29,15 @@ COLORS = (
 )
 
 
-def _errorbar(axes: Any, results: Results, names: list[str]) -> None:
-    for position, name in enumerate(names):
-        values = [100 * value for value in results.sum_at_one(name)]
-        axes.bar(
-            position, fmean(values), yerr=spread(values), color=COLORS[position % len(COLORS)], width=0.7, capsize=3
-        )
-    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    low = min(100 * min(results.sum_at_one(name)) for name in names)
-    axes.set_ylim(bottom=max(0, low - 5))
-    axes.set_ylabel("accuracy of the sum at α = 1, %")
-
-
-def bars(results: Results, figure: Any) -> None:
+def arms(results: Results, figure: Any) -> None:
     """Accuracy of the sum of each arm at α = 1."""
-    _errorbar(figure.subplots(), results, list(results.arms))
+    axes = figure.subplots()
+    for position, (color, name) in enumerate(zip(COLORS, results.arms, strict=False)):
+        values = [100 * value for value in results.sum_at_one(name)]
+        axes.errorbar(position, fmean(values), yerr=spread(values), fmt="o", color=color, capsize=3)
+    axes.set_xticks(range(len(results.arms)), list(results.arms), rotation=30, ha="right")
+    axes.grid(axis="y", color="#e5e7eb")
+    axes.set_ylabel("accuracy of the sum at α = 1, %")
 
 
 def sweeps(results: Results, figure: Any) -> None:
@@ -72,6 +67,29 @@ def sweeps(results: Results, figure: Any) -> None:
     right.set_ylabel("‖Δf‖²: own task green, others red")
 
 
+def maps(results: Results, figure: Any) -> None:
+    """Disentanglement error ξ over the coefficients of two vectors: a row for each arm, a column for each pair."""
+    grids = {name: arm["seeds"][0]["disentanglement"] for name, arm in results.arms.items()}
+    grids = {name: of_arm for name, of_arm in grids.items() if of_arm}
+    columns = max(len(of_arm) for of_arm in grids.values())
+    figure.set_size_inches(2.4 * columns + 0.8, 2.2 * len(grids))
+    all_axes = figure.subplots(len(grids), columns, squeeze=False, sharex=True, sharey=True)
+    largest = max(value for of_arm in grids.values() for grid in of_arm for line in grid["xi"] for value in line)
+    for axes_of_arm, (name, of_arm) in zip(all_axes, grids.items(), strict=True):
+        for axes, grid in zip(axes_of_arm, of_arm, strict=True):
+            first, second = grid["tasks"]
+            # Rows of ξ are the coefficients of the first task, which are on the horizontal axis.
+            values = list(zip(*grid["xi"], strict=True))
+            mesh = axes.pcolormesh(grid["alphas"], grid["alphas"], values, vmin=0, vmax=largest, cmap="viridis")
+            axes.set_aspect("equal")
+            axes.set_title(f"{name}: {first}, {second}", fontsize=8)
+    for axes in all_axes[-1]:
+        axes.set_xlabel("α, first task")
+    for axes in all_axes[:, 0]:
+        axes.set_ylabel("α, second task")
+    figure.colorbar(mesh, ax=all_axes, label="ξ", shrink=0.7)
+
+
 def negation(results: Results, figure: Any) -> None:
     """Target and control accuracy after negation."""
     axes = figure.subplots()
@@ -91,11 +109,18 @@ def size(results: Results, figure: Any) -> None:
     axes = figure.subplots()
     for color, (name, arm) in zip(COLORS, results.arms.items(), strict=False):
         values = [100 * value for value in results.sum_at_one(name)]
+        if arm["bundle_bytes"] is None:
+            axes.axhline(fmean(values), color="#d1d5db", zorder=0)
+            axes.annotate(name, (0.01, fmean(values)), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
+            continue
         axes.errorbar(arm["bundle_bytes"] / 1e6, fmean(values), yerr=spread(values), fmt="o", color=color)
         axes.annotate(
             name, (arm["bundle_bytes"] / 1e6, fmean(values)), textcoords="offset points", xytext=(5, 3), fontsize=8
         )
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(FormatStrFormatter("%g"))
+    axes.margins(x=0.12, y=0.12)
     axes.set_xlabel("MB per task")
     axes.set_ylabel("accuracy of the sum at α = 1, %")
 
@@ -115,8 +140,9 @@ def methods(results: Results, figure: Any) -> None:
 
 
 FIGURES: dict[str, Callable[[Results, Any], None]] = {
-    "bars": bars,
+    "arms": arms,
     "sweeps": sweeps,
+    "maps": maps,
     "negation": negation,
     "bytes": size,
     "methods": methods,

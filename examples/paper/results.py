@@ -6,7 +6,7 @@
 
 All plans use one output folder, in which files are named by a hash of what determines them. Bundles and vectors that
 several plans need are therefore computed once. `results/PLAN.json` has the numbers that tables, verdicts and figures
-use; `claims.py` has the claims, the numbers of the paper and the criteria.
+use. `claims.py` has the claims and the numbers of the paper, `criteria.py` the criteria.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from claims import PLANS, Claim, PlanPage, Results, percent
+from claims import PLANS, PlanPage
+from criteria import Claim
+from measures import Results, percent
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -40,13 +42,8 @@ def rounded(value: Any) -> Any:
     return [rounded(entry) for entry in value] if isinstance(value, list) else value
 
 
-def shortened(results: dict[str, Any], seconds: dict[str, float]) -> dict[str, Any]:
-    """Returns the numbers of `results.json` that the tables and figures use.
-
-    Args:
-        results: The content of `results.json`.
-        seconds: Duration of stages by kind and name.
-    """
+def shortened(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of `results.json` that the tables and figures use."""
     return rounded(
         {
             "name": results["name"],
@@ -58,7 +55,7 @@ def shortened(results: dict[str, Any], seconds: dict[str, float]) -> dict[str, A
             "base": results["base"]["mean"],
             "dense_bytes": max((bundle["dense_bytes"] or 0 for bundle in results["bundles"]), default=None),
             "merge_errors": merge_errors(results["merges"]),
-            "arms": {arm["name"]: shortened_arm(arm, seconds) for arm in results["arms"]},
+            "arms": {arm["name"]: shortened_arm(arm) for arm in results["arms"]},
         }
     )
 
@@ -73,14 +70,12 @@ def merge_errors(merges: Iterable[dict[str, Any]]) -> dict[str, float]:
     return {rule: fmean(values) for rule, values in errors.items()}
 
 
-def shortened_arm(arm: dict[str, Any], seconds: dict[str, float]) -> dict[str, Any]:
+def shortened_arm(arm: dict[str, Any]) -> dict[str, Any]:
     """Returns the numbers of one arm."""
-    trained = [time for name, time in seconds.items() if f".{arm['name']}.seed-" in name.removeprefix("vectors/")]
     return {
         "regime": arm["regime"],
         "penalty": arm["penalty"],
         "bundle_bytes": arm.get("bundle_bytes"),
-        "seconds": fmean(trained) if trained else None,
         "seeds": [shortened_seed(seed) for seed in arm["seeds"]],
     }
 
@@ -129,12 +124,9 @@ def _sweep(sweep: dict[str, Any] | None) -> dict[str, Any] | None:
 def collect(run: Path, plan: str) -> Path:
     """Writes the shortened results of a run; returns the file."""
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
-    events = (json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines())
-    seconds = {event["stage"]: event["seconds"] for event in events if event["event"] == "finished"}
-    vectors = {name: time for name, time in seconds.items() if name.startswith("vectors/")}
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{plan}.json"
-    target.write_text(json.dumps(shortened(results, vectors), ensure_ascii=False) + "\n", encoding="utf-8")
+    target.write_text(json.dumps(shortened(results), ensure_ascii=False) + "\n", encoding="utf-8")
     return target
 
 
@@ -180,8 +172,10 @@ over seeds. `make paper` repeats all runs. The plans are in `examples/paper`; `k
 at the size of the paper, and `--dry-run --gpu A100` checks such a run without weights and data.
 
 A claim that one row is better than another *holds* if the difference, paired by seed, is positive and at least as large
-as its standard deviation over seeds. A claim that two rows agree holds if the mean difference is within the stated
-bound. A claim *cannot be tested at this size* if the effect in question is too small here."""
+as its standard deviation over seeds. A claim that one row is within a bound of another holds if its mean is lower by at
+most the bound. An accuracy is flat if it changes by at most 2 points. A claim *cannot be tested at this size* if the
+penalty itself changes the accuracy by less than twice the bound. The criteria are in `criteria.py`, and were fixed
+before the runs."""
 
 
 def page(all_results: dict[str, Results], figures: str) -> str:
@@ -220,16 +214,21 @@ def section(name: str, plan: PlanPage, results: Results | None, figures: str) ->
     lines = [f"## {plan.title}", "", f"`{source}`. In the paper: {plan.source}.", ""]
     if results is None:
         return [*lines, "Not run yet.", "", *(f"- {claim.text}: not run yet." for claim in plan.claims)]
-    lines += [*plan.table(results, plan), ""]
+    lines += [*plan.table(results, plan.paper, plan.paper_heading), ""]
     for claim in plan.claims:
         verdict, reason = claim.decide(results)
         lines.append(f"- **{claim.text}: {verdict}.** {reason}")
     if results.content.get("seeds"):
         seeds, tasks = len(results.content["seeds"]), len(results.content["tasks"])
         lines += ["", f"{results.content['model']}, {tasks} tasks, {seeds} seeds; base model {percent(results.base)}."]
-    if plan.figure:
-        lines += ["", f"![{plan.title}]({figures}/{name}.svg)"]
+    for file in figure_files(name):
+        lines += ["", f"![{plan.title}]({figures}/{file})"]
     return lines
+
+
+def figure_files(name: str) -> list[str]:
+    """Returns the file names of a plan's figures."""
+    return [f"{name}-{figure}.svg" if number else f"{name}.svg" for number, figure in enumerate(PLANS[name].figures)]
 
 
 def write() -> None:
@@ -241,8 +240,8 @@ def write() -> None:
 
     FIGURES.mkdir(parents=True, exist_ok=True)
     for name, results in all_results.items():
-        if PLANS[name].figure:
-            draw(PLANS[name].figure, results, FIGURES / f"{name}.svg")
+        for figure, file in zip(PLANS[name].figures, figure_files(name), strict=True):
+            draw(figure, results, FIGURES / file)
 
 
 def main() -> None:
