@@ -31,13 +31,14 @@ from kfacpack.estimation.accumulator import BatchShape, CurvatureAccumulator, In
 from kfacpack.estimation.block_plan import BlockPlan, plan_blocks, require_used
 from kfacpack.estimation.estimate import compress_result, finish_curvature, probes_of, with_unknown_loss
 from kfacpack.estimation.resume import ArgumentEncoder, Interrupted, StreamFiles, decode_arguments
-from kfacpack.estimation.tracing import same_output, trace_output, trace_seeds
+from kfacpack.estimation.tracing import WITHOUT_CHECKPOINTS, same_output, trace_output, trace_seeds
 from kfacpack.format.manifest import Base, OutputScale, base_digest
 from kfacpack.models.functional import (
     batch_size_of,
     eval_mode,
     map_tensors,
     padding_mask,
+    reentrant_checkpoints_refused,
     require_finite,
     rows_per_example,
     select_parameters,
@@ -164,7 +165,8 @@ class LayerStream:
             raise KfacpackError(f"the tensors of a batch differ in their first dimension. {ORDINARY}")
         best: SegmentPlans | None = None
         for example in sorted({0, size // 2, size - 1}):
-            plans = self._plan_from(batch, example, check=best is None, alike=alike)
+            with reentrant_checkpoints_refused(WITHOUT_CHECKPOINTS):
+                plans = self._plan_from(batch, example, check=best is None, alike=alike)
             if best is None:
                 best = plans
             else:

@@ -29,12 +29,15 @@ from kfacpack.models.functional import (
     batch_size_of,
     call_model,
     map_tensors,
+    reentrant_checkpoints_refused,
     rows_per_example,
 )
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
+WITHOUT_CHECKPOINTS = "pass use_reentrant=False"
+"""Remedy for a model with reentrant checkpoints."""
 SYNCHRONOUS_DEVICES = ("cpu",)
 """Device types on which reading a value from a tensor does not require a synchronisation."""
 
@@ -259,10 +262,12 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
         The trace.
 
     Raises:
-        KfacpackError: If f depends on none of the parameters, is random, or the batch is too small.
+        KfacpackError: If f depends on none of the parameters, is random, or uses reentrant checkpoints, or the batch
+            is too small.
     """
     precision = rounding_unit(parameters)
-    f, rows = _forward_twice(forward, batch, example, precision)
+    with reentrant_checkpoints_refused(WITHOUT_CHECKPOINTS):
+        f, rows = _forward_twice(forward, batch, example, precision)
     twice = rows is not None
     counts = rows or rows_per_example(batch) or [1] * len(f)
     if len(counts) < 2:

@@ -36,6 +36,7 @@ from kfacpack.models.functional import (
     call_model,
     eval_mode,
     map_tensors,
+    reentrant_checkpoints_refused,
     require_finite,
     select_parameters,
     tensors_of,
@@ -292,7 +293,8 @@ class Linearized:
             context = saved_tensors_hooks(_save_tensor, _load_tensor)
         else:
             context = saved_tensors_hooks(_save_nothing, _no_load)
-        with eval_mode(self._module, parameters), _no_autocast_cache(), eager_mode(), context:
+        refused = reentrant_checkpoints_refused("pass use_reentrant=False")
+        with eval_mode(self._module, parameters), _no_autocast_cache(), eager_mode(), refused, context:
             edges = {name: get_gradient_edge(parameter) for name, parameter in parameters.items()}
             change: Tensor | None
             if not self._fast:
