@@ -28,10 +28,11 @@ from kfacpack.curvature.curvature import Curvature, load
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import BatchShape, CurvatureAccumulator, InputGradients
+from kfacpack.estimation.autograd_graph import WITHOUT_CHECKPOINTS
 from kfacpack.estimation.block_plan import BlockPlan, plan_blocks, require_used
 from kfacpack.estimation.estimate import compress_result, finish_curvature, probes_of, with_unknown_loss
 from kfacpack.estimation.resume import ArgumentEncoder, Interrupted, StreamFiles, decode_arguments
-from kfacpack.estimation.tracing import WITHOUT_CHECKPOINTS, same_output, trace_output, trace_seeds
+from kfacpack.estimation.tracing import same_output, trace_output, trace_seeds
 from kfacpack.format.manifest import Base, OutputScale, base_digest
 from kfacpack.models.functional import (
     batch_size_of,

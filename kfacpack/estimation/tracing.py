@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.autograd_graph import AutogradGraph, backward_to_nodes
+from kfacpack.estimation.autograd_graph import WITHOUT_CHECKPOINTS, AutogradGraph, backward_to_nodes
 from kfacpack.models.functional import (
     Forward,
     ModelInput,
@@ -36,8 +36,6 @@ from kfacpack.models.functional import (
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-WITHOUT_CHECKPOINTS = "pass use_reentrant=False"
-"""Remedy for a model with reentrant checkpoints."""
 SYNCHRONOUS_DEVICES = ("cpu",)
 """Device types on which reading a value from a tensor does not require a synchronisation."""
 
@@ -266,7 +264,7 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
             is too small.
     """
     precision = rounding_unit(parameters)
-    with reentrant_checkpoints_refused(WITHOUT_CHECKPOINTS):
+    with reentrant_checkpoints_refused(f"{WITHOUT_CHECKPOINTS}. kp.linearize accepts use_reentrant=False"):
         f, rows = _forward_twice(forward, batch, example, precision)
     twice = rows is not None
     counts = rows or rows_per_example(batch) or [1] * len(f)

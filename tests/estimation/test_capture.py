@@ -254,15 +254,24 @@ def test_reentrant_checkpoints_are_refused(first):
     model = seeded(lambda: Checkpointed(True, first)).double()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with refused(kp.KfacpackError, "use_reentrant=True", "use_reentrant=False"):
+        with refused(kp.KfacpackError, "use_reentrant=True", "disable checkpointing", "use_reentrant=False"):
             kp.estimate(model, [vectors(5)])
         with refused(kp.KfacpackError, "use_reentrant=True", "use_reentrant=False"):
             lin = kp.linearize(model)
             lin(vectors(5), lin.zeros())
     model(vectors(5).requires_grad_()).sum().backward()  # still possible elsewhere
     assert model.inner.weight.grad is not None
-    model.reentrant = False
-    assert "inner.weight" in kp.estimate(model, [vectors(5)]).parameters
+
+
+def test_other_checkpoints_are_accepted_or_refused():
+    """With `use_reentrant=False`, kp.linearize is exact; kp.estimate cannot read the inputs of an inner layer."""
+    model = seeded(lambda: Checkpointed(False, True)).double()
+    with refused(kp.KfacpackError, "torch.utils.checkpoint", "disable checkpointing"):
+        kp.estimate(model, [vectors(5)])
+    lin = kp.linearize(model)
+    tau = {name: torch.randn_like(value).requires_grad_() for name, value in lin.zeros().items()}
+    lin(vectors(5), tau).square().sum().backward()
+    assert all(value.grad.any() for value in tau.values())
 
 
 def test_wrong_inputs_are_refused():
