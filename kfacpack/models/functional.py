@@ -48,7 +48,7 @@ def reentrant_checkpoints_refused(remedy: str) -> Iterator[None]:
     """
     thread = threading.get_ident()
     with _PATCH_LOCK:
-        original = CheckpointFunction.forward
+        original: Callable[..., Any] = CheckpointFunction.forward
 
         def forward(ctx: Any, *args: Any) -> Any:
             if threading.get_ident() == thread:
@@ -56,11 +56,11 @@ def reentrant_checkpoints_refused(remedy: str) -> Iterator[None]:
                 raise KfacpackError(f"{problem}, which hides parameters from autograd; {remedy}")
             return original(ctx, *args)
 
-        CheckpointFunction.forward = staticmethod(forward)
+        CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            CheckpointFunction.forward = staticmethod(original)
+            CheckpointFunction.forward = staticmethod(original)  # type: ignore[method-assign]
 
 
 def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> Tensor:
