@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from kfacpack.compression.codecs import CodecChain
 from kfacpack.errors import KfacpackError, did_you_mean
 from kfacpack.estimation.accumulator import BatchShape, BlockForecast
 from kfacpack.estimation.estimate import probes_of
@@ -266,12 +267,14 @@ def _measured(
     with FlopCounterMode(display=False) as counter:
         saved = saved_bytes(layer, lambda: call.run(layer, hidden.detach().requires_grad_()))
     activations = saved * size // 2 + 4 * hidden.nbytes * size // 2
+    # Measured: memory that earlier layers have freed is fragmented, and takes up to the size of a layer's matrices.
+    fragments = sum(block.bytes for block in accumulator.forecasts(CodecChain()))
     positions = hidden.numel() // hidden.shape[-1] * size // 2
     return _Segment(
         accumulator.forecasts(stream.options.chain),
         weights=sum(parameter.nbytes for parameter in layer.parameters()),
         sums=accumulator.nbytes,
-        peak=accumulator.peak_bytes(activations, stream.options.chain),
+        peak=accumulator.peak_bytes(max(activations, fragments), stream.options.chain),
         flops=counter.get_total_flops() * size // 2,
         sum_flops=accumulator.sum_flops(passes) * positions,
     )
