@@ -58,8 +58,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from kfacpack.estimation.accumulator import Forecast
-    from kfacpack.estimation.stream_forecast import Gpu
+    from kfacpack.estimation.forecast import Forecast, Gpu
     from kfacpack.estimation.task_estimate import TaskEstimate
     from kfacpack.models.model import Loading
 
@@ -178,8 +177,8 @@ def estimate(
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
+    from kfacpack.estimation.forecast import find_gpu
     from kfacpack.estimation.options import EstimateOptions
-    from kfacpack.estimation.stream_forecast import find_gpu
     from kfacpack.estimation.task_estimate import TaskEstimate
     from kfacpack.format.bundle_index import is_index
     from kfacpack.models.data_loading import use_workers
@@ -329,7 +328,7 @@ def _print_forecast(forecast: Forecast, gpu: str | None, figures: Gpu | None) ->
     if figures is None:
         print_line(f"about {human_seconds(forecast.seconds)} for all batches, extrapolated from one; {memory}")
     else:
-        from kfacpack.estimation.stream_forecast import DISK_SPEED, EFFICIENCY
+        from kfacpack.estimation.forecast import DISK_SPEED, EFFICIENCY
 
         hours = f"about {forecast.seconds / 3600:.2g} hours on {gpu}, at {EFFICIENCY:.0%} of its published speed and"
         print_line(f"{hours} a disk speed of {human_bytes(DISK_SPEED)}/s; {memory}")

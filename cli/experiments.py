@@ -298,7 +298,8 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
 
 def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool) -> None:
     """Checks a plan without weights and data, and prints the result."""
-    from kfacpack.experiments.offline_check import UTILISATION, check_offline
+    from kfacpack.estimation.forecast import EFFICIENCY
+    from kfacpack.experiments.offline_check import check_offline
 
     forecast = check_offline(plan, gpu)
     if as_json:
@@ -314,7 +315,7 @@ def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool)
     out.print(table)
     shapes = f"{forecast.parameters:,} trained weights in {forecast.blocks} blocks, sides up to {forecast.largest_side}"
     print_line(f"{forecast.model}: {shapes}, {forecast.forward_flops / 1e9:.2f} GFLOP per example")
-    print_line(f"all stages were checked without weights and data; hours assume {UTILISATION:.0%} of the peak speed")
+    print_line(f"all stages were checked without weights and data; hours assume {EFFICIENCY:.0%} of the peak speed")
 
 
 def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -> None:

@@ -38,7 +38,7 @@ from . import (
     vectors,
 )
 from .console import err, show_error
-from .options import IMPLIED_VALUES
+from .options import IMPLIED_VALUES, PLAN_SUFFIXES
 
 
 class PlainHelp:
@@ -70,13 +70,14 @@ class PlainCommand(PlainHelp, TyperCommand):
 
 
 def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
-    """Returns the arguments, with the implied value added to each option in `IMPLIED_VALUES` that has no value."""
+    """Adds the value of each option in `IMPLIED_VALUES` that is followed by another option, by a plan or by nothing."""
     complete = []
     for argument, following in pairwise([*args, "-"]):
         complete.append(argument)
         if argument == "--":
             return complete + args[len(complete) :]
-        if argument in IMPLIED_VALUES and argument in options and following.startswith("-"):
+        has_value = not following.startswith("-") and not following.endswith(PLAN_SUFFIXES)
+        if argument in IMPLIED_VALUES and argument in options and not has_value:
             complete.append(IMPLIED_VALUES[argument])
     return complete
 

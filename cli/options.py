@@ -47,6 +47,8 @@ def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any
 
 IMPLIED_VALUES = {"--ray": "auto"}
 """Options whose value may be omitted, with the value that is used in this case."""
+PLAN_SUFFIXES = (".yaml", ".yml")
+"""Endings of a plan, which is an argument of the command even if it follows one of these options."""
 
 
 def output_option(metavar: str, default: Any = ..., help: str = "Output file.") -> Any:

@@ -28,7 +28,7 @@ from kfacpack_cli import (
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from kfacpack.estimation.accumulator import Forecast
+from kfacpack.estimation.forecast import Forecast
 from kfacpack.evaluation.interference import InterferenceResult
 from kfacpack.evaluation.sweep import ChoiceOutput, Evaluation, NegationOutput, SweepOutput
 from kfacpack.experiments.offline_check import OfflineForecast

@@ -1,26 +1,26 @@
-"""Accumulates the sums of all blocks of a plan over batches, and forecasts the size and cost of an estimate."""
+"""Accumulates the sums of all blocks of a plan over batches."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.autograd_graph import AutogradGraph, GraphSteps, backward_to_nodes
 from kfacpack.estimation.collectors import BackwardPass, Collector, CollectorSettings, FactorTally, collector_for
 from kfacpack.estimation.tracing import rounding_unit, same_output
 from kfacpack.format.manifest import OutputScale
+from kfacpack.format.schema import LAYOUTS
 from kfacpack.models.functional import (
     Forward,
     ModelInput,
     batch_size_of,
     call_model,
-    map_tensors,
     padding_mask,
     rows_per_example,
 )
@@ -46,76 +46,6 @@ class BlockForecast:
     columns: int
     bytes: int
     """Bytes of its matrices in the bundle, except those shared with an earlier block."""
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """Forecast of the blocks, size and cost of an estimate."""
-
-    blocks: tuple[BlockForecast, ...]
-    frozen: tuple[str, ...]
-    """Parameters that are excluded, because the model's family freezes them or they were not selected."""
-    unused: tuple[str, ...]
-    """Parameters that f does not depend on."""
-    examples: int
-    batches: int
-    bytes: int
-    """Size of the bundle's tensors."""
-    seconds: float
-    """Measured time of one batch, times the number of batches."""
-    peak_memory: int
-    """Bytes of the weights, the sums, and the tensors that autograd saves for the backward pass of a batch."""
-    stored_bytes: int = 0
-    """Bytes of the temporary files of a streamed estimate, excluding the bundle."""
-
-
-def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput, batch_size: int) -> int:
-    """Estimates, from two examples, the bytes that autograd saves for the backward pass of a batch, excluding weights.
-
-    Args:
-        model: The module whose weights are not counted.
-        forward: Function from a batch to f.
-        batch: A batch with at least one example.
-        batch_size: Number of examples to extrapolate to.
-    """
-    two_examples = map_tensors(batch, lambda tensor: tensor[[0, 0]]) if batch_size_of(batch) else batch
-    saved, f = saved_bytes(model, lambda: call_model(forward, two_examples))
-    return saved * batch_size // len(f)
-
-
-def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> tuple[int, Tensor]:
-    """Measures the bytes that autograd saves for a backward pass, excluding weights.
-
-    The largest tensor is counted three times, to include its incoming and outgoing gradients.
-
-    Args:
-        model: The module whose weights are not counted.
-        compute: Function that computes an output.
-
-    Returns:
-        The number of bytes, and the output.
-    """
-    weights = {tensor.untyped_storage().data_ptr() for tensor in _parameters_and_buffers(model)}
-    kept: dict[int, int] = {}
-
-    def record(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        output = compute()
-    return sum(kept.values()) + 2 * max(kept.values(), default=0), output
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Returns the bytes of all parameters and buffers of a module."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in _parameters_and_buffers(model)}.values())
-
-
-def _parameters_and_buffers(model: nn.Module) -> Collection[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 @dataclass(frozen=True)
@@ -379,10 +309,26 @@ class CurvatureAccumulator:
             )
         return tuple(forecasts)
 
-    @property
-    def largest_matrix(self) -> int:
-        """Number of rows of the largest matrix."""
-        return max((tally.total.side for tally in self._tallies().values()), default=0)
+    def peak_bytes(self, activations: int, chain: CodecChain) -> int:
+        """Returns the bytes of the sums, and of what is in memory beside them.
+
+        That is either the activations of a batch, or what is computed from the sums: a matrix is packed before its sum
+        is freed, and codecs unpack it and compare it with the result. The originals of compressed matrices stay in
+        memory until all are compressed.
+
+        Args:
+            activations: Bytes that autograd saves for the backward pass of a batch.
+            chain: Codecs that the result is compressed with.
+        """
+        if self._settings.device.type != "cpu":
+            return self.nbytes + activations  # matrices are packed on the CPU
+        finished = [tally.total.shape() for tally in self._tallies().values()]
+        results = max((matrix.nbytes for matrix in finished), default=0)
+        if chain.steps:
+            item = self._settings.dtype.itemsize
+            unpacked = max((item * LAYOUTS[matrix.form].full(matrix.side) for matrix in finished), default=0)
+            results += 4 * unpacked + sum(block.bytes for block in self.forecasts(chain))
+        return self.nbytes + max(activations, results)
 
     def sum_flops(self, passes: int) -> int:
         """Returns the floating-point operations that the sums need for one position and its backward passes."""

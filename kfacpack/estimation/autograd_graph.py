@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
+WITHOUT_CHECKPOINTS = "disable checkpointing for the estimate, and use smaller batches to save memory"
+"""Remedy for a model with activation checkpointing."""
+
+
 class GraphStep(NamedTuple):
     """One operation on the path from a parameter to f."""
 
@@ -206,7 +210,7 @@ def backward_to_nodes(
         retain: Whether to keep the graph for another pass.
 
     Raises:
-        KfacpackError: If the model uses gradient checkpointing.
+        KfacpackError: If the model uses activation checkpointing.
     """
 
     def prehook(node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
@@ -221,7 +225,8 @@ def backward_to_nodes(
     try:
         gradients = torch.autograd.grad(f, edges, seed, retain_graph=retain, allow_unused=True)
     except CheckpointError as error:
-        raise KfacpackError("the model uses gradient checkpointing; disable it") from error
+        problem = "the model calls torch.utils.checkpoint, which does not keep the inputs that factors need"
+        raise KfacpackError(f"{problem}; {WITHOUT_CHECKPOINTS}") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kfacpack.curvature.matrices.components import FILE_TYPES, LazyTensors, MatrixTensors, SpecTensors, pack_rows
-from kfacpack.curvature.matrices.dense import Packed
+from kfacpack.curvature.matrices.dense import Packed, aligned
 from kfacpack.curvature.matrices.matrix import Matrix
 from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, spans
 from kfacpack.errors import KfacpackError
@@ -69,14 +69,20 @@ class TriangleSum:
 
     def __init__(self, side: int, dtype: torch.dtype, device: torch.device) -> None:
         self._tiles = spans(side, ceil(side / TILE)) if side else []
-        self._parts: list[PackedBlock] = []
+        places: list[tuple[int, int, int, int, int, int, int]] = []
         for tile, (start, stop) in enumerate(self._tiles):
             for other, (left, right) in enumerate(self._tiles[:tile]):
-                values = torch.zeros((stop - start, right - left), dtype=dtype, device=device)
-                self._parts.append(PackedBlock(start, left, values, tile, other, 0))
+                places.append((start, left, stop - start, right - left, tile, other, 0))
             for first, last in spans(stop - start, max(1, round((stop - start) / STRIP))):
-                values = torch.zeros((last - first, last), dtype=dtype, device=device)
-                self._parts.append(PackedBlock(start + first, start, values, tile, tile, first))
+                places.append((start + first, start, last - first, last, tile, tile, first))
+        # One buffer, which an allocator can reuse as a whole. With one tensor per part, freed parts left gaps that were
+        # too small for the packed matrices, and the memory of an estimate doubled while they were written.
+        sizes = [aligned(height * width) for _, _, height, width, *_ in places]
+        parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes) if sizes else ()
+        self._parts = [
+            PackedBlock(row, left, part[: height * width].view(height, width), tile, other, first)
+            for (row, left, height, width, tile, other, first), part in zip(places, parts, strict=True)
+        ]
 
     def add(self, rows: Tensor) -> None:
         """Adds rows, (P, side)."""
@@ -100,7 +106,7 @@ class TriangleSum:
         return all(bool(diagonal.isfinite().all()) for diagonal in diagonals)
 
     def pack_into(self, packed: Tensor, divisor: float) -> None:
-        """Writes the sum divided by `divisor` to a packed triangle, and frees each part after it is written."""
+        """Writes the divided sum to a packed triangle, and frees it."""
         while self._parts:
             part = self._parts.pop()
             pack_rows(part.values.div_(divisor).cpu(), part.row, part.left, packed)

@@ -86,6 +86,13 @@ class Probes:
         """Number by which the sum over the passes is divided."""
         return 1 if self.fisher == "exact" else self.samples
 
+    def sampling_bytes(self, rows: int) -> int:
+        """Returns the bytes of the distributions over the vocabulary that drawing probes for some rows of f takes."""
+        if self.output_layer is None:
+            return 0
+        # p in float32, and its sums in float64, which are computed from a copy.
+        return min(rows, ROWS_AT_ONCE) * len(self.output_layer) * 16
+
     def draw(self, numbers: Sequence[RowNumber], f: Tensor) -> Iterator[Tensor]:
         """Yields the probes of the rows, (P, C), one tensor per pass.
 

@@ -28,6 +28,7 @@ from kfacpack.curvature.curvature import Curvature, load
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import BatchShape, CurvatureAccumulator, InputGradients
+from kfacpack.estimation.autograd_graph import WITHOUT_CHECKPOINTS
 from kfacpack.estimation.block_plan import BlockPlan, plan_blocks, require_used
 from kfacpack.estimation.estimate import compress_result, finish_curvature, probes_of, with_unknown_loss
 from kfacpack.estimation.resume import ArgumentEncoder, Interrupted, StreamFiles, decode_arguments
@@ -38,6 +39,7 @@ from kfacpack.models.functional import (
     eval_mode,
     map_tensors,
     padding_mask,
+    reentrant_checkpoints_refused,
     require_finite,
     rows_per_example,
     select_parameters,
@@ -164,7 +166,8 @@ class LayerStream:
             raise KfacpackError(f"the tensors of a batch differ in their first dimension. {ORDINARY}")
         best: SegmentPlans | None = None
         for example in sorted({0, size // 2, size - 1}):
-            plans = self._plan_from(batch, example, check=best is None, one_per_kind=one_per_kind)
+            with reentrant_checkpoints_refused(WITHOUT_CHECKPOINTS):
+                plans = self._plan_from(batch, example, check=best is None, one_per_kind=one_per_kind)
             if best is None:
                 best = plans
             else:

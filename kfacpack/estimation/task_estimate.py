@@ -20,8 +20,8 @@ from kfacpack.curvature.curvature import load
 from kfacpack.curvature.saving import save_index
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
-from kfacpack.estimation.accumulator import Forecast, activation_bytes, weight_bytes
 from kfacpack.estimation.estimate import begin_accumulation, compress_result, device_of, finish_curvature, probes_of
+from kfacpack.estimation.forecast import Forecast, activation_bytes, forecast_stream, row_count, weight_bytes
 from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.resume import (
     SAVE_INTERVAL,
@@ -32,7 +32,6 @@ from kfacpack.estimation.resume import (
     require_writable_folder,
 )
 from kfacpack.estimation.stream import LayerStream, StreamedEstimate
-from kfacpack.estimation.stream_forecast import forecast_stream
 from kfacpack.format.bundle_index import is_index
 from kfacpack.format.manifest import EstimateStructure, Source
 from kfacpack.models.data_loading import batches, fingerprint
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.estimation.accumulator import CurvatureAccumulator
     from kfacpack.estimation.block_plan import PlannedBlock
-    from kfacpack.estimation.stream_forecast import Gpu
+    from kfacpack.estimation.forecast import Gpu
     from kfacpack.format.manifest import Fisher, Metric, Probe, Sharing
     from kfacpack.format.units import OnProgress
     from kfacpack.models.functional import ModelInput
@@ -287,10 +286,12 @@ class TaskEstimate:
             )
         with self._accumulator() as accumulator:
             start = time.perf_counter()
-            accumulator.add_batch(self._batch(indices), indices)
+            batch = self._batch(indices)
+            accumulator.add_batch(batch, indices)
             seconds = time.perf_counter() - start
             module = self.model.module
-            saved_bytes = activation_bytes(module, self.model.forward, self._batch(indices[:1]), len(indices))
+            activations = activation_bytes(module, self.model.forward, batch)
+        activations += probes_of(self.model, self.options).sampling_bytes(row_count(batch))
         blocks = accumulator.forecasts(self.options.chain)
         return Forecast(
             blocks=blocks,
@@ -300,7 +301,7 @@ class TaskEstimate:
             batches=len(self.own_batches),
             bytes=sum(block.bytes for block in blocks),
             seconds=seconds * len(self.own_batches),
-            peak_memory=weight_bytes(module) + accumulator.nbytes + saved_bytes,
+            peak_memory=weight_bytes(module) + accumulator.peak_bytes(activations, self.options.chain),
         )
 
     @contextmanager

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.autograd_graph import AutogradGraph, backward_to_nodes
+from kfacpack.estimation.autograd_graph import WITHOUT_CHECKPOINTS, AutogradGraph, backward_to_nodes
 from kfacpack.models.functional import (
     Forward,
     ModelInput,
     batch_size_of,
     call_model,
     map_tensors,
+    reentrant_checkpoints_refused,
     rows_per_example,
 )
 
@@ -259,10 +260,12 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
         The trace.
 
     Raises:
-        KfacpackError: If f depends on none of the parameters, is random, or the batch is too small.
+        KfacpackError: If f depends on none of the parameters, is random, or uses reentrant checkpoints, or the batch
+            is too small.
     """
     precision = rounding_unit(parameters)
-    f, rows = _forward_twice(forward, batch, example, precision)
+    with reentrant_checkpoints_refused(f"{WITHOUT_CHECKPOINTS}. kp.linearize accepts use_reentrant=False"):
+        f, rows = _forward_twice(forward, batch, example, precision)
     twice = rows is not None
     counts = rows or rows_per_example(batch) or [1] * len(f)
     if len(counts) < 2:

@@ -23,7 +23,7 @@ from kfacpack.curvature.matrices.components import nbytes_of
 from kfacpack.curvature.matrices.dense import Dense
 from kfacpack.demo import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.estimation.stream_forecast import find_gpu
+from kfacpack.estimation.forecast import EFFICIENCY, find_gpu
 from kfacpack.estimation.task_estimate import TaskEstimate
 from kfacpack.experiments.artifact_stages import AddStage, CompressStage, EstimateStage, MergeStage, TaskVectorStage
 from kfacpack.experiments.run import RunContext
@@ -36,7 +36,8 @@ from kfacpack.tasks.task import ClassSplitTask, DataOrigin, parse_class_split
 from kfacpack.training.regimes import KEEP, REGIMES
 
 if TYPE_CHECKING:
-    from kfacpack.estimation.accumulator import BlockForecast, Forecast
+    from kfacpack.estimation.accumulator import BlockForecast
+    from kfacpack.estimation.forecast import Forecast
     from kfacpack.experiments.plan import Plan
     from kfacpack.experiments.stage import Stage
     from kfacpack.format.container import Spec
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from kfacpack.tasks.task import Example, Task
 
 
-UTILISATION = 0.17
-"""Assumed fraction of the peak speed in bfloat16. It corresponds to a linearised step of 128 examples of ViT-B/32 in
-0.1 s on an A100."""
 _T5_SHAPES = {
     "google-t5/t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
     "google-t5/t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
@@ -340,7 +338,7 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
     graph = StageGraph(context, Path("dry-run"))
     stages, sizes = graph.in_order(), _Sizes(context)
     flops = _forward_flops(context)
-    seconds = flops / (known_gpu.half * UTILISATION)
+    seconds = flops / (EFFICIENCY * known_gpu.half)
     totals: dict[str, tuple[int, int, float]] = {}
     for stage in stages:
         json.dumps([stage.key, stage.command()])

@@ -324,7 +324,10 @@ class RunRecord:
         self._on_event = on_event
         self._peak_bytes = peak_bytes
         self._start = time.perf_counter()
-        self._seconds = _read_times(self._path)
+        earlier = _read_times(self._path)
+        self._seconds = {key: float(stage["seconds"]) for key, stage in earlier.items()}
+        own = {stage.key for stage in stages}
+        self._others = [{**stage, "reused": True} for key, stage in earlier.items() if key not in own]
         self._executed: set[str] = set()
 
     def event(self, event: str, stage: Stage, location: Mapping[str, Any], **more: Any) -> None:
@@ -343,7 +346,7 @@ class RunRecord:
         self.write_times()
 
     def write_times(self) -> None:
-        """Writes the durations of all stages, including those measured in earlier runs."""
+        """Writes the durations of all stages, including those of earlier runs and of other plans in the folder."""
         content = {
             "stages": [
                 {
@@ -355,6 +358,7 @@ class RunRecord:
                 for stage in self._stages
                 if stage.key in self._seconds
             ],
+            "others": self._others,
             "seconds": round(time.perf_counter() - self._start, 3),
             "peak_bytes": self._peak_bytes(),
         }
@@ -370,9 +374,14 @@ def open_events(root: Path) -> IO[str]:
     return path.open("a", encoding="utf-8")
 
 
-def _read_times(path: Path) -> dict[str, float]:
-    """Reads the durations measured in earlier runs; an unreadable file is ignored because nothing depends on it."""
+def _read_times(path: Path) -> dict[str, dict[str, Any]]:
+    """Reads the durations of earlier runs by key; an unreadable file is ignored because nothing depends on it."""
     try:
-        return {stage["key"]: float(stage["seconds"]) for stage in json.loads(path.read_bytes())["stages"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        content = json.loads(path.read_bytes())
+        stages = [*content["stages"], *content.get("others", ())]
+        return {
+            str(stage["key"]): {"name": str(stage["name"]), "key": stage["key"], "seconds": float(stage["seconds"])}
+            for stage in stages
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}

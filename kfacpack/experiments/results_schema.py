@@ -407,6 +407,8 @@ class Times(ResultModel):
     """The content of `times.json`."""
 
     stages: list[StageTime]
+    others: list[StageTime] = Field(default_factory=list)
+    """Stages of other plans that were run in the same folder."""
     seconds: FiniteFloat
     peak_bytes: NonNegativeInt | None = None
 

@@ -40,6 +40,7 @@ from kfacpack.models.functional import (
     eval_mode,
     host_copy,
     map_tensors,
+    reentrant_checkpoints_refused,
     require_finite,
     select_parameters,
     tensors_of,
@@ -299,7 +300,8 @@ class Linearized:
             context = saved_tensors_hooks(_save_tensor, _load_tensor)
         else:
             context = saved_tensors_hooks(_save_nothing, _no_load)
-        with eval_mode(self._module, parameters), _no_autocast_cache(), eager_mode(), context:
+        refused = reentrant_checkpoints_refused("pass use_reentrant=False")
+        with eval_mode(self._module, parameters), _no_autocast_cache(), eager_mode(), refused, context:
             edges = {name: get_gradient_edge(parameter) for name, parameter in parameters.items()}
             change: Tensor | None
             if not self._fast:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import CheckpointFunction
 
 from kfacpack._torch import tensor_versions
 from kfacpack.errors import KfacpackError, NotFiniteError
@@ -29,6 +30,38 @@ Forward: TypeAlias = Callable[..., Any]
 
 NOT_FINITE = "f contains NaN or Inf; check the inputs, or use another dtype for the model"
 """Error message for an f that is not finite."""
+
+
+_PATCH_LOCK = threading.RLock()
+
+
+@contextmanager
+def reentrant_checkpoints_refused(remedy: str) -> Iterator[None]:
+    """Context manager in which this thread may not call `torch.utils.checkpoint` with `use_reentrant=True`.
+
+    Such a call computes a part of the model without gradients, and its parameters are missing from autograd's graph.
+
+    Args:
+        remedy: What to do instead, for the error message.
+
+    Raises:
+        KfacpackError: If the model makes such a call.
+    """
+    thread = threading.get_ident()
+    with _PATCH_LOCK:
+        original: Callable[..., Any] = CheckpointFunction.forward
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            if threading.get_ident() == thread:
+                problem = "the model calls torch.utils.checkpoint with use_reentrant=True"
+                raise KfacpackError(f"{problem}, which hides parameters from autograd; {remedy}")
+            return original(ctx, *args)
+
+        CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            CheckpointFunction.forward = staticmethod(original)  # type: ignore[method-assign]
 
 
 def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> Tensor:

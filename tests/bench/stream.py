@@ -30,13 +30,14 @@ SMALL = {
     "intermediate_size": 32,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "vocab_size": 100,
+    "vocab_size": 300,
 }
-WORDS = 48
+LENGTH, COMPLETION = 48, 8
+"""Number of tokens of an example, and of its completion; a token is a byte."""
 
 
 def write_model(folder: Path, shape: dict[str, int], layers: int) -> str:
-    """Writes a Qwen2 with random weights, one file per layer, and a tokenizer of whole words; returns its name."""
+    """Writes a Qwen2 with random weights, one file per layer, and a tokenizer of bytes; returns its name."""
     import torch
     from safetensors.torch import save_file
 
@@ -50,10 +51,10 @@ def write_model(folder: Path, shape: dict[str, int], layers: int) -> str:
     config = Qwen2Config(**shape, num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=512)
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)
-    words = {word: number for number, word in enumerate(["<end>", *(f"w{number}" for number in range(WORDS))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"eos_token": "<end>", "pad_token": "<end>", "unk_token": "<end>", "model_max_length": 128}
+    alphabet = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({byte: number for number, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    names = {"eos_token": "<end>", "pad_token": "<end>", "model_max_length": 128}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     with torch.device("meta"):
         parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
@@ -72,12 +73,10 @@ def write_model(folder: Path, shape: dict[str, int], layers: int) -> str:
 
 
 def write_data(folder: Path, examples: int) -> Path:
-    """Writes prompts and completions of `WORDS` words."""
+    """Writes prompts and completions of `LENGTH` tokens."""
     folder.mkdir()
-    row = {
-        "prompt": " ".join(f"w{number}" for number in range(WORDS - 8)),
-        "completion": " ".join(f"w{number}" for number in range(WORDS - 8, WORDS)),
-    }
+    text = "abcdefgh" * (LENGTH // 8)
+    row = {"prompt": text[:-COMPLETION], "completion": text[-COMPLETION:]}
     (folder / "train.jsonl").write_text((json.dumps(row) + "\n") * examples)
     return folder
 
@@ -88,10 +87,10 @@ def kfacpack(*arguments: object) -> tuple[dict[str, Any], int, float]:
         # Not ru_maxrss, which includes that of the parent process.
         "import sys\n"
         "from kfacpack_cli.main import app\n"
-        "try:\n    app(standalone_mode=False)\n"
-        "finally:\n"
-        "    status = open('/proc/self/status').read()\n"
-        "    print(status.split('VmHWM:')[1].split()[0], file=sys.stderr)\n"
+        "code = app(standalone_mode=False)\n"
+        "status = open('/proc/self/status').read()\n"
+        "print(status.split('VmHWM:')[1].split()[0], file=sys.stderr)\n"
+        "sys.exit(code)\n"
     )
     start = time.perf_counter()
     command = [sys.executable, "-c", program, *map(str, arguments), "--json"]

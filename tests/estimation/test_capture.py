@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from estimation.nets import Transformer, ggn, images, mlp, seeded, vectors
 from kit import refused
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import kfacpack as kp
 
@@ -230,6 +233,45 @@ def test_parameters_that_f_does_not_depend_on_are_left_out():
         kp.estimate(model, [vectors(5)], params="unused.*")
     with refused(kp.KfacpackError, "does not depend", "'unused.weight'", "'unused.*'"):
         kp.estimate(model, [vectors(5)], params=["0.weight", "unused.*"])
+
+
+class Checkpointed(nn.Module):
+    """A first layer, if there is one, and a checkpointed one."""
+
+    def __init__(self, reentrant, first):
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.inner, self.last = nn.Linear(5, 5) if first else None, nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = x if self.first is None else self.first(x)
+        return self.last(checkpoint(lambda h: self.inner(h).tanh(), h, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_reentrant_checkpoints_are_refused(first):
+    """Autograd's graph does not contain the parameters of the checkpointed part."""
+    model = seeded(lambda: Checkpointed(True, first)).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with refused(kp.KfacpackError, "use_reentrant=True", "disable checkpointing", "use_reentrant=False"):
+            kp.estimate(model, [vectors(5)])
+        with refused(kp.KfacpackError, "use_reentrant=True", "use_reentrant=False"):
+            lin = kp.linearize(model)
+            lin(vectors(5), lin.zeros())
+    model(vectors(5).requires_grad_()).sum().backward()  # still possible elsewhere
+    assert model.inner.weight.grad is not None
+
+
+def test_other_checkpoints_are_accepted_or_refused():
+    """With `use_reentrant=False`, kp.linearize is exact; kp.estimate cannot read the inputs of an inner layer."""
+    model = seeded(lambda: Checkpointed(False, True)).double()
+    with refused(kp.KfacpackError, "torch.utils.checkpoint", "disable checkpointing"):
+        kp.estimate(model, [vectors(5)])
+    lin = kp.linearize(model)
+    tau = {name: torch.randn_like(value).requires_grad_() for name, value in lin.zeros().items()}
+    lin(vectors(5), tau).square().sum().backward()
+    assert all(value.grad.any() for value in tau.values())
 
 
 def test_wrong_inputs_are_refused():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from kfacpack.experiments.results import summary
+from kfacpack.experiments.results import RunRecord, open_events, summary
+from kfacpack.experiments.results_schema import read_times
 
 
 def arm(name: str, *, added: float, removed: float | None, control_before: float):
@@ -44,3 +47,20 @@ def test_nothing_is_recovered_if_the_baseline_loses_only_rounding_errors():
         arm("kfac", added=0.5, removed=0.5, control_before=0.5),
     ]
     assert [line["recovered"] for line in summary(arms)] == [None, None]
+
+
+def test_times_of_other_plans_in_the_folder_are_kept(tmp_path):
+    stages = {name: SimpleNamespace(kind="train", name=name, key=f"key of {name}") for name in "abc"}
+
+    def run(names, finished):
+        with open_events(tmp_path) as events:
+            record = RunRecord(tmp_path, [stages[name] for name in names], events, lambda event: None, lambda: 0)
+            for name, seconds in finished.items():
+                record.finished(stages[name], seconds, {})
+            record.write_times()
+        times = read_times(tmp_path)
+        return [{stage.name: stage.seconds for stage in part} for part in (times.stages, times.others)]
+
+    assert run("ab", {"a": 1.0, "b": 2.0}) == [{"train/a": 1.0, "train/b": 2.0}, {}]
+    assert run("bc", {"c": 3.0}) == [{"train/b": 2.0, "train/c": 3.0}, {"train/a": 1.0}]
+    assert run("a", {}) == [{"train/a": 1.0}, {"train/b": 2.0, "train/c": 3.0}]

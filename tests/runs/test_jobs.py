@@ -439,9 +439,10 @@ def test_the_address_of_ray_is_optional(tmp_path, monkeypatch, options, expected
     (tmp_path / "plan.yaml").write_text(TEXT)
     executed = []
     monkeypatch.setattr(experiments, "execute_run", lambda plan, text, root, options: executed.append(options.ray))
-    result = CliRunner().invoke(app, ["run", str(tmp_path / "plan.yaml"), *options], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert executed == [expected]
+    for arguments in ([str(tmp_path / "plan.yaml"), *options], [*options, str(tmp_path / "plan.yaml")]):
+        result = CliRunner().invoke(app, ["run", *arguments], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    assert executed == [expected, expected]
 
 
 def test_a_node_with_other_versions_or_files_is_refused(tmp_path):

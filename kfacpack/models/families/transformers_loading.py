@@ -131,7 +131,7 @@ def load_pretrained(
     with quiet_transformers(), seeded_rng(request.seed):
         if weights == "random":
             return model_class(config).to(request.device, dtype).eval(), frozenset()
-        for file in [weights] if weights else sorted(Path(name).glob("*.safetensors")):
+        for file in [weights] if weights else _files_in(Path(name)):
             check_safetensors(file)
         state = load_file(weights) if weights else {}
         try:
@@ -196,17 +196,23 @@ def _weight_files(name: str) -> list[Path]:
 
         with hub_errors(f"the weights of {name}", name, None, offline_remedy=LOCAL_WEIGHTS):
             folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        files = sorted(folder.glob("*.safetensors"))
-    else:
-        parts = parse_json(index, index.read_bytes(), "index").get("weight_map")
-        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
-            raise KfacpackError(f"{index}: expected the key 'weight_map' with a file name for every tensor")
-        files = [folder / part for part in sorted(set(parts.values()))]
+    files = _files_in(folder)
     if not files:
         raise KfacpackError(f"{name}: no safetensors files found. {LOCAL_WEIGHTS}")
     return files
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Returns `model.safetensors` or the files that the index of a folder lists; all files if it has no index."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    if single.is_file():
+        return [single]  # transformers ignores the index in this case
+    parts = parse_json(index, index.read_bytes(), "index").get("weight_map")
+    if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+        raise KfacpackError(f"{index}: expected the key 'weight_map' with a file name for every tensor")
+    return [folder / part for part in sorted(set(parts.values()))]
 
 
 def identity_fields(

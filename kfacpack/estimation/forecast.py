@@ -1,13 +1,14 @@
-"""Forecasts the blocks, size, time, disk space and memory of a layer-by-layer estimate.
+"""Forecasts the blocks, size, time, disk space and memory of an estimate; figures of GPUs.
 
-One layer of each kind is planned and measured. No weights are needed: a model that is loaded with `loading="shapes"`
-has arbitrary values. The time on a GPU that is not available is computed from the number of floating-point operations.
+For an estimate that goes layer by layer, one layer of each kind is planned and measured. No weights are needed: a model
+that is loaded with `loading="shapes"` has arbitrary values. For a GPU that is not available, the time follows from the
+number of floating-point operations.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,98 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kfacpack.compression.codecs import CodecChain
 from kfacpack.errors import KfacpackError, did_you_mean
-from kfacpack.estimation.accumulator import BatchShape, BlockForecast, Forecast, saved_bytes, weight_bytes
-from kfacpack.estimation.options import ROWS_AT_ONCE
-from kfacpack.models.functional import batch_size_of, eval_mode, map_tensors, padding_mask, rows_per_example
+from kfacpack.estimation.accumulator import BatchShape, BlockForecast
+from kfacpack.estimation.estimate import probes_of
+from kfacpack.models.functional import (
+    batch_size_of,
+    call_model,
+    eval_mode,
+    map_tensors,
+    padding_mask,
+    rows_per_example,
+)
 
 if TYPE_CHECKING:
     from kfacpack.estimation.block_plan import BlockPlan
     from kfacpack.estimation.stream import LayerStream
-    from kfacpack.models.functional import ModelInput
+    from kfacpack.models.functional import Forward, ModelInput
     from kfacpack.models.layer_list import LayerCall
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Blocks, size and cost of an estimate, before it is computed."""
+
+    blocks: tuple[BlockForecast, ...]
+    frozen: tuple[str, ...]
+    """Parameters that are excluded, because the model's family freezes them or they were not selected."""
+    unused: tuple[str, ...]
+    """Parameters that f does not depend on."""
+    examples: int
+    batches: int
+    bytes: int
+    """Size of the bundle's tensors."""
+    seconds: float
+    """Measured time of one batch, times the number of batches."""
+    peak_memory: int
+    """Bytes of the weights and the sums, and of the activations of a batch or the matrices that are computed from the
+    sums, whichever are more."""
+    stored_bytes: int = 0
+    """Bytes of the files that a streamed estimate stores until it is complete, without the bundle."""
+
+
+def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput) -> int:
+    """Estimates the bytes that autograd saves for the backward pass of a batch, without weights.
+
+    They are extrapolated from two examples, if the batch can be split.
+
+    Args:
+        model: The module whose weights are not counted.
+        forward: Function from a batch to f.
+        batch: The batch, with its padding.
+    """
+    size = batch_size_of(batch)
+    if size is None:
+        return saved_bytes(model, lambda: call_model(forward, batch))
+    pair = map_tensors(batch, lambda tensor: tensor[[0, 0]])
+    return saved_bytes(model, lambda: call_model(forward, pair)) * size // 2
+
+
+def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> int:
+    """Measures the bytes that autograd saves for a backward pass, without weights.
+
+    The largest tensor is counted three times, to include its incoming and outgoing gradients.
+
+    Args:
+        model: The module whose weights are not counted.
+        compute: Computes an output.
+    """
+    weights = {tensor.untyped_storage().data_ptr() for tensor in _parameters_and_buffers(model)}
+    kept: dict[int, int] = {}
+
+    def record(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        compute()
+    return sum(kept.values()) + 2 * max(kept.values(), default=0)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Returns the bytes of all parameters and buffers of a module."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in _parameters_and_buffers(model)}.values())
+
+
+def row_count(batch: ModelInput) -> int:
+    """Returns the number of rows of f for a batch."""
+    return sum(rows_per_example(batch) or [batch_size_of(batch) or 1])
+
+
+def _parameters_and_buffers(model: nn.Module) -> Collection[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 @dataclass(frozen=True)
@@ -50,8 +134,9 @@ GPUS = (
     Gpu("RTX-4090", 24e9, 165e12, 82.6e12),
 )
 """GPUs whose names `find_gpu` accepts."""
-EFFICIENCY = 0.4
-"""Assumed fraction of a GPU's published speed."""
+EFFICIENCY = 0.17
+"""Assumed fraction of a GPU's published speed. It corresponds to a linearised step of 128 examples of ViT-B/32 in 0.1 s
+on an A100."""
 DISK_SPEED = 1e9
 """Assumed speed of the disk in bytes per second."""
 
@@ -145,7 +230,7 @@ def forecast_stream(
     stored = batches * (state * (kept_inputs + 2 * passes) + calls_bytes) + (0 if keeps_segments else size_on_disk)
     in_memory = stream.model.layer_weights is None
     outer = weight_bytes(module) if in_memory else _outer_bytes(module, layers.is_outside)
-    head = ends[1].sums + _metric_bytes(stream, batch) + 4 * state
+    head = ends[1].sums + probes_of(stream.model, stream.options).sampling_bytes(row_count(batch)) + 4 * state
     needed = segments[plans.first_needed :]
     peak = outer + max(
         [head, ends[0].sums + 4 * state, *(segment.peak + (0 if in_memory else segment.weights) for segment in needed)]
@@ -181,19 +266,16 @@ def _measured(
     """Returns the costs of a layer for a batch of `size` examples, extrapolated from two examples."""
     accumulator = stream.accumulator(plan, {})
     with FlopCounterMode(display=False) as counter:
-        saved, _ = saved_bytes(layer, lambda: call.run(layer, hidden.detach().requires_grad_()))
+        saved = saved_bytes(layer, lambda: call.run(layer, hidden.detach().requires_grad_()))
     activations = saved * size // 2 + 4 * hidden.nbytes * size // 2
-    # While a segment is written, its matrices are packed; the allocator may not return the memory of their sums yet.
-    # Codecs unpack one matrix at a time and compare it with the result.
-    side, item = accumulator.largest_matrix, stream.options.settings(hidden.dtype, hidden.device).dtype.itemsize
-    packed = sum(block.bytes for block in accumulator.forecasts(CodecChain()))
-    copies = packed + (4 * side**2 * item if stream.options.compress else 0)
+    # Measured: memory that earlier layers have freed is fragmented, and takes up to the size of a layer's matrices.
+    fragments = sum(block.bytes for block in accumulator.forecasts(CodecChain()))
     positions = hidden.numel() // hidden.shape[-1] * size // 2
     return _Segment(
         accumulator.forecasts(stream.options.chain),
         weights=sum(parameter.nbytes for parameter in layer.parameters()),
         sums=accumulator.nbytes,
-        peak=accumulator.nbytes + max(activations, copies),
+        peak=accumulator.peak_bytes(max(activations, fragments), stream.options.chain),
         flops=counter.get_total_flops() * size // 2,
         sum_flops=accumulator.sum_flops(passes) * positions,
     )
@@ -243,14 +325,6 @@ def _outer_bytes(module: nn.Module, is_outside: Any) -> int:
     """Returns the bytes of all parameters outside of the layers, and of all buffers."""
     parameters = {id(p): p.nbytes for name, p in module.named_parameters() if is_outside(name)}
     return sum(parameters.values()) + sum(buffer.nbytes for buffer in module.buffers())
-
-
-def _metric_bytes(stream: LayerStream, batch: ModelInput) -> int:
-    """Returns the bytes of the distributions over the vocabulary that the metric `kl` needs."""
-    if stream.options.metric != "kl" or stream.model.output_layer is None:
-        return 0
-    rows = sum(rows_per_example(batch) or [batch_size_of(batch) or 1])
-    return min(rows, ROWS_AT_ONCE) * len(stream.model.output_layer()) * 16
 
 
 def _gpu_seconds(gpu: Gpu, stream: LayerStream, segments: Sequence[_Segment], batches: int, passes: int) -> float:
