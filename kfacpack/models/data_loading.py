@@ -170,6 +170,28 @@ class BatchMover:
         return map_tensors(batch, lambda tensor: next(moved))
 
 
+class DeferredValues:
+    """Values of a tensor that are read later, after more work has been started, so that the device is not idle.
+
+    Args:
+        tensor: The tensor, which must not be modified. On CUDA devices, its copy to the CPU starts immediately.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self._values, self._copied = tensor, None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read(self) -> list[float]:
+        """Returns the values; waits until they are computed."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
+
+
 class _BatchDataset(Dataset[Any]):
     """Dataset that maps `BatchIndices` to prepared batches."""
 

@@ -32,8 +32,8 @@ from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, 
 from kfacpack.estimation.tracing import SYNCHRONOUS_DEVICES
 from kfacpack.format.manifest import Base, Source, base_digest
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry, Training
-from kfacpack.models.data_loading import fingerprint, step_batches
-from kfacpack.models.functional import NOT_FINITE, DeferredValues, to_device
+from kfacpack.models.data_loading import DeferredValues, fingerprint, step_batches
+from kfacpack.models.functional import NOT_FINITE, to_device
 from kfacpack.models.heads import CompletionHead, Head, require_several_classes
 from kfacpack.tasks.task import own_classes
 from kfacpack.training.metrics import (
