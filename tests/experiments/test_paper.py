@@ -91,9 +91,9 @@ def test_verdicts_follow_the_criteria():
     assert decide("addition", "τJp", lambda position: [0.5, 0.6, 0.691, 0.7][position]) == criteria.HOLDS
     assert decide("addition", "τJp", lambda position: [0.5, 0.6, 0.689, 0.7][position]) == criteria.FAILS
     assert decide("addition", "τJp", lambda position: [0.5, 0.6, 0.7, 0.51][position]) == criteria.UNTESTABLE
-    assert decide("every", "16th", lambda position: [0.5, 0.7, 0.7, 0.69][position]) == criteria.HOLDS
-    assert decide("every", "16th", lambda position: [0.5, 0.7, 0.7, 0.67][position]) == criteria.FAILS
-    assert decide("every", "16th", lambda position: [0.68, 0.7, 0.7, 0.7][position]) == criteria.UNTESTABLE
+    assert decide("every", "16th", lambda position: [0.5, 0.7, 0.69][position]) == criteria.HOLDS
+    assert decide("every", "16th", lambda position: [0.5, 0.7, 0.67][position]) == criteria.FAILS
+    assert decide("every", "16th", lambda position: [0.68, 0.7, 0.7][position]) == criteria.UNTESTABLE
     assert measures.better([0.5, 0.7], [0.4, 0.6])
     assert not measures.better([0.5, 0.7], [0.6, 0.5]), "the spread of the difference is larger than its mean"
 
