@@ -167,7 +167,8 @@ def require_unfinished(output: Path) -> None:
     Raises:
         KfacpackError: If the output exists and there is no partial file beside it.
     """
-    if output.exists() and not any(output.parent.glob(f"{escape(output.name)}.partial*")):
+    partial = output.parent.glob(f"{escape(output.name)}.partial*")
+    if output.exists() and not any(path.is_file() for path in partial):
         problem = "is finished: there is no partial file to resume from"
         raise KfacpackError(f"{output}: {problem}. Run without --resume to compute it again")
 
@@ -185,8 +186,10 @@ def output_path(output: str | os.PathLike[str] | None, filename: str, *, resume:
         The path.
 
     Raises:
-        KfacpackError: If a run is resumed without an output.
+        KfacpackError: If a run is resumed without an output, or the output is not a path.
     """
+    if not isinstance(output, str | os.PathLike | None):
+        raise KfacpackError(f"output: expected a path, got {type(output).__name__}")
     if output is not None:
         yield Path(output)
     elif resume:
