@@ -214,17 +214,25 @@ class StreamFiles:
     """The temporary files of a streamed estimate.
 
     Args:
-        folder: Folder of the files. It is created if it does not exist.
+        folder: Folder of the files.
         device: Device of the tensors that are read.
     """
 
     def __init__(self, folder: Path, device: torch.device):
         self.folder = folder
         self._device = device
+
+    def create_folder(self) -> None:
+        """Creates the folder, if it does not exist.
+
+        Raises:
+            KfacpackError: If it cannot be created.
+        """
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise KfacpackError(f"{folder}: cannot be created: {error.strerror}. Choose another folder") from error
+            problem = f"{self.folder}: cannot be created: {error.strerror}"
+            raise KfacpackError(f"{problem}. Choose another folder") from error
 
     def save(self, name: str, tensors: Mapping[str, Tensor], description: object = None) -> None:
         """Writes tensors, and a description as JSON.

@@ -294,6 +294,7 @@ class StreamedEstimate:
         self._progress = _Progress(len(self.numbers))
         steps = self._steps()
         done = partial.restore(self._progress) if resume else partial.require_absent()
+        self.files.create_folder()  # after the settings were compared, so that a refused run leaves nothing behind
         if not done:
             partial.save(self._progress, 0, now=True)
         self._total = sum(map(len, self.numbers))

@@ -246,6 +246,7 @@ def test_a_run_is_resumed_with_the_folder_of_its_files(request, pairs_task, tmp_
     for other in (None, tmp_path / "other"):
         with refused(kp.KfacpackError, "stream_folder", folder):
             streamed(model, task, stream_folder=other).run(target, resume=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "stopped.kfac.partial"}
     streamed(model, task, stream_folder=folder).run(target, resume=True)
     streamed(model, task).run(tmp_path / "whole.kfac")
     assert target.read_bytes() == (tmp_path / "whole.kfac").read_bytes()
