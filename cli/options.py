@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.format.bundle_index import files_of
 from kfacpack.format.reference import is_reference
 
 from .console import show_note
@@ -298,6 +299,14 @@ def check_shard_size(size: str | None, output: Path | None) -> None:
         raise KfacpackError(f"--max-shard-size requires an index as the output: -o NAME{INDEX_SUFFIX}")
 
 
+def _parts(file: Path) -> list[Path]:
+    """Returns the files of an input: for a bundle in several files, also its shards."""
+    try:
+        return [Path(str(part)) for part in files_of(file)]
+    except KfacpackError:  # an invalid index is reported when it is read
+        return [file]
+
+
 def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: bool = False) -> None:
     """Checks an output path before any work is done.
 
@@ -312,7 +321,7 @@ def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: b
     """
     if is_reference(output):
         raise KfacpackError(f"{output}: cannot write to the Hub; write a file and publish it with `kfacpack push`")
-    for path in (Path(file) for file in inputs if not is_reference(file)):
+    for path in (part for file in inputs if not is_reference(file) for part in _parts(Path(file))):
         if output.exists() and path.exists() and output.samefile(path):
             raise KfacpackError(f"{output}: is also an input; write to another file")
     if output.is_dir() and not allow_folder:

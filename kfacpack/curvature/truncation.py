@@ -53,7 +53,7 @@ def truncate(W: Tensor, rank: int) -> LowRankPair:
         U, V = truncate(W.T, rank)
         return V.T, U.T
     # The eigenvectors of the smaller Gram matrix take a fraction of the time of a singular value decomposition.
-    V = torch.linalg.eigh(W.T @ W).eigenvectors[:, -rank:]
+    V = torch.linalg.eigh(W.T @ W).eigenvectors[:, -min(rank, W.shape[1]) :]
     return W @ V, V.T
 
 

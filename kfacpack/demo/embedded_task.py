@@ -220,7 +220,7 @@ class EmbeddedTask:
         """
         if name not in self.sizes:
             raise KfacpackError(
-                f"{self.name}: unknown split {printable(name)!r}; expected one of {', '.join(self.splits)}"
+                f"{self.name}: unknown split {printable(str(name))!r}; expected one of {', '.join(self.splits)}"
             )
         return EmbeddedSplit(self._images[name], DataOrigin(self.source, name, self.license))
 

@@ -26,6 +26,8 @@ from kfacpack.models.functional import batch_size_of, eval_mode, select_paramete
 from kfacpack.models.model import Model, unwrap_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kfacpack.compression.compression_report import CompressionReport
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.estimation.block_plan import BlockPlan
@@ -148,14 +150,27 @@ def probes_of(model: nn.Module | Model, options: EstimateOptions) -> Probes:
     Raises:
         KfacpackError: If the metric is `kl`, and f does not predict tokens.
     """
-    if options.metric == "l2":
-        return options.probes
+    output_layer = require_metric(model, options.metric)
+    return options.probes if output_layer is None else replace(options.probes, output_layer=output_layer())
+
+
+def require_metric(model: nn.Module | Model, metric: str) -> Callable[[], Tensor] | None:
+    """Checks that changes of f can be measured by a metric.
+
+    Returns:
+        The function that returns the model's output layer; None if the metric does not need it.
+
+    Raises:
+        KfacpackError: If the metric is `kl`, and f does not predict tokens.
+    """
+    if metric == "l2":
+        return None
     output_layer = model.output_layer if isinstance(model, Model) else None
     if output_layer is None:
         name = model.name if isinstance(model, Model) else type(model).__name__
         problem = f"f of {name} does not predict the tokens of a vocabulary"
         raise KfacpackError(f"metric 'kl': {problem}; use the metric 'l2', or a language model (lm:NAME)")
-    return replace(options.probes, output_layer=output_layer())
+    return output_layer
 
 
 def begin_accumulation(

@@ -167,7 +167,8 @@ def require_unfinished(output: Path) -> None:
     Raises:
         KfacpackError: If the output exists and there is no partial file beside it.
     """
-    if output.exists() and not any(output.parent.glob(f"{escape(output.name)}.partial*")):
+    partial = output.parent.glob(f"{escape(output.name)}.partial*")
+    if output.exists() and not any(path.is_file() for path in partial):
         problem = "is finished: there is no partial file to resume from"
         raise KfacpackError(f"{output}: {problem}. Run without --resume to compute it again")
 
@@ -185,8 +186,10 @@ def output_path(output: str | os.PathLike[str] | None, filename: str, *, resume:
         The path.
 
     Raises:
-        KfacpackError: If a run is resumed without an output.
+        KfacpackError: If a run is resumed without an output, or the output is not a path.
     """
+    if not isinstance(output, str | os.PathLike | None):
+        raise KfacpackError(f"output: expected a path, got {type(output).__name__}")
     if output is not None:
         yield Path(output)
     elif resume:
@@ -211,17 +214,25 @@ class StreamFiles:
     """The temporary files of a streamed estimate.
 
     Args:
-        folder: Folder of the files. It is created if it does not exist.
+        folder: Folder of the files.
         device: Device of the tensors that are read.
     """
 
     def __init__(self, folder: Path, device: torch.device):
         self.folder = folder
         self._device = device
+
+    def create_folder(self) -> None:
+        """Creates the folder, if it does not exist.
+
+        Raises:
+            KfacpackError: If it cannot be created.
+        """
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise KfacpackError(f"{folder}: cannot be created: {error.strerror}. Choose another folder") from error
+            problem = f"{self.folder}: cannot be created: {error.strerror}"
+            raise KfacpackError(f"{problem}. Choose another folder") from error
 
     def save(self, name: str, tensors: Mapping[str, Tensor], description: object = None) -> None:
         """Writes tensors, and a description as JSON.

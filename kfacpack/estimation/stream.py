@@ -30,7 +30,7 @@ from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import BatchShape, CurvatureAccumulator, InputGradients
 from kfacpack.estimation.autograd_graph import WITHOUT_CHECKPOINTS
 from kfacpack.estimation.block_plan import BlockPlan, plan_blocks, require_used
-from kfacpack.estimation.estimate import compress_result, finish_curvature, probes_of, with_unknown_loss
+from kfacpack.estimation.estimate import compress_result, finish_curvature, probes_of, require_metric, with_unknown_loss
 from kfacpack.estimation.resume import ArgumentEncoder, Interrupted, StreamFiles, decode_arguments
 from kfacpack.estimation.tracing import same_output, trace_output, trace_seeds
 from kfacpack.format.manifest import Base, OutputScale, base_digest
@@ -125,6 +125,7 @@ class LayerStream:
             remedy = "use --shard K/N in each of them, and `kfacpack merge --rule shards`"
             raise KfacpackError(f"--stream runs in one process, not in {distributed.world_size()}; {remedy}")
         model = self.model
+        require_metric(model, self.options.metric)  # before the forward pass, which takes long and stores files
         self.selected = select_parameters(model.module, self.params, model.frozen)
         self.layers = LayerList(model.module, model.forward, self.selected, model.layer_weights)
         self.outer = {name: p for name, p in self.selected.items() if self.layers.is_outside(name)}
@@ -296,6 +297,7 @@ class StreamedEstimate:
         self._progress = _Progress(len(self.numbers))
         steps = self._steps()
         done = partial.restore(self._progress) if resume else partial.require_absent()
+        self.files.create_folder()  # after the settings were compared, so that a refused run leaves nothing behind
         if not done:
             partial.save(self._progress, 0, now=True)
         self._total = sum(map(len, self.numbers))

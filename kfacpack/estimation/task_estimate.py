@@ -37,7 +37,7 @@ from kfacpack.format.manifest import EstimateStructure, Source
 from kfacpack.models.data_loading import batches, fingerprint
 from kfacpack.models.families import resolve_model
 from kfacpack.models.functional import eval_mode, select_parameters, to_device
-from kfacpack.tasks.registry import load_task
+from kfacpack.tasks.registry import resolve_task
 from kfacpack.tasks.task import batched, parse_count, sample_indices
 
 if TYPE_CHECKING:
@@ -118,10 +118,12 @@ def estimate_task(
         >>> curvature = kp.estimate_task("tiny", "digits", examples=64)
         >>> curvature.save("digits.kfac")
     """
+    if not isinstance(params, str | Sequence | None):
+        raise KfacpackError(f"params: expected names or patterns, got {type(params).__name__}")
     options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload, metric)
     run = TaskEstimate(
         resolve_model(model),
-        load_task(task) if isinstance(task, str) else task,
+        resolve_task(task),
         options,
         str(examples),
         batch_size,
@@ -157,6 +159,13 @@ class TaskEstimate:
     """Maximum size of the files of a bundle with an index; a streamed estimate writes one file per segment."""
     report: CompressionReport | None = field(default=None, init=False)
     """Approximation error of the compression; set by `run` if compression is requested."""
+
+    def __post_init__(self) -> None:
+        if type(self.batch_size) is not int or self.batch_size < 1:
+            raise KfacpackError(f"batch size {self.batch_size!r}: expected a positive integer")
+        shard = self.shard
+        if not isinstance(shard, tuple | list) or len(shard) != 2 or any(type(number) is not int for number in shard):
+            raise KfacpackError(f"shard {shard!r}: expected two integers (k, n) with k from 1 to n, such as (2, 8)")
 
     @cached_property
     def split(self) -> Split:
@@ -341,6 +350,8 @@ class TaskEstimate:
             "model": f"{model.family} {model.name}",
             "weights": weights,
             **({"stream": True} if self.stream else {}),
+            # The default folder is beside the output, and may be moved with it.
+            **({"stream_folder": str(self.stream_folder.absolute())} if self.stream_folder else {}),
             "preprocessing": model.preprocessing,
             "task": self.task.name,
             "data": f"{self.split.source.dataset}, {self.split_name} of {len(self.split)} examples",

@@ -20,7 +20,7 @@ from kfacpack.models.families import resolve_model
 from kfacpack.models.functional import tensors_of
 from kfacpack.models.heads import CompletionHead, Head, head_for, require_classes, require_matching_classes
 from kfacpack.models.model import Batch, Model
-from kfacpack.tasks.registry import load_task
+from kfacpack.tasks.registry import resolve_task
 from kfacpack.tasks.task import Split, Task, has_completions, parse_count, sample_indices
 from kfacpack.vectors.task_vector import TaskVector
 
@@ -192,7 +192,7 @@ def scoring_inputs(
     seed: int,
 ) -> tuple[Model, Head, EvaluationSet]:
     """Returns the model, the head and the examples that the arguments of `evaluate` select."""
-    task = load_task(task) if isinstance(task, str) else task
+    task = resolve_task(task)
     evaluation_set = EvaluationSet.of(task, split, examples, seed)
     model = resolve_model(model)
     return model, head or head_of(model, task, vector), evaluation_set

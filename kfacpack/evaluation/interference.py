@@ -170,6 +170,9 @@ def _check_types(vectors: object, bundles: object, evaluation_sets: object) -> N
             problem = f"expected a dict of {kind.__name__} by task name, got {type(values).__name__}"
             raise KfacpackError(f"interference: {argument}: {problem}")
         for name, value in values.items():
+            if not isinstance(name, str):
+                problem = f"expected task names as keys, got {name!r} of type {type(name).__name__}"
+                raise KfacpackError(f"interference: {argument}: {problem}")
             if not isinstance(value, kind):
                 problem = f"{name!r}: expected a {kind.__name__}, got {type(value).__name__}"
                 raise KfacpackError(f"interference: {argument}: {problem}")

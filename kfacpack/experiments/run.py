@@ -285,6 +285,9 @@ def run(
         >>> results = kp.run("examples/eight_tasks.yaml", "eight")
         >>> kp.report("eight", "eight/report.html")
     """
+    for argument, value in (("plan", plan), ("output", output)):
+        if not isinstance(value, str | os.PathLike) and not (argument == "output" and value is None):
+            raise KfacpackError(f"run: {argument}: expected a path, got {type(value).__name__}")
     parsed, text = read_plan(Path(plan), scale)
     root = Path(plan).stem if output is None else output
     with Run(parsed, text, Path(root), local_device(device), jobs, threads, ray) as planned:

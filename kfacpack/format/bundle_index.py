@@ -259,16 +259,24 @@ def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> Non
     own_name = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}-[0-9a-f]{{8}}{re.escape(SHARD_SUFFIX)}")
     with suppress(BundleError):
         old = {shard.file for shard in shards_of(path, read_index(path, path)) if own_name.fullmatch(shard.file)}
+    new: list[Path] = []
     try:
         for number, (part, digest) in enumerate(parts, start=1):
             name = f"{stem}-{number:05d}-of-{len(parts):05d}-{digest[:8]}{SHARD_SUFFIX}"
             nbytes = part.stat().st_size
-            _link_or_copy(part, path.with_name(name))
+            if not (shard := path.with_name(name)).exists():
+                new.append(shard)
+            _link_or_copy(part, shard)
             shards.append({"file": name, "bytes": nbytes, "sha256": digest})
-    except OSError as error:
-        raise BundleError(path, f"a shard could not be written: {error.strerror or error}") from error
-    index = {"version": INDEX_VERSION, "header": header[8:].decode(), "shards": shards}
-    write_atomically(path, json.dumps(index, indent=1).encode())
+        index = {"version": INDEX_VERSION, "header": header[8:].decode(), "shards": shards}
+        write_atomically(path, json.dumps(index, indent=1).encode())
+    except BaseException as error:
+        for shard in new:
+            shard.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            problem = f"a shard could not be written: {error.strerror or error}"
+            raise BundleError(path, problem, None, "Nothing was changed") from error
+        raise
     for name in old - {shard["file"] for shard in shards}:
         path.with_name(name).unlink(missing_ok=True)
 
@@ -283,5 +291,9 @@ def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, temporary)
     except OSError:  # another file system, or one without hard links
-        shutil.copyfile(source, temporary)
+        try:
+            shutil.copyfile(source, temporary)
+        except BaseException:  # such as a full disk
+            temporary.unlink(missing_ok=True)
+            raise
     temporary.replace(target)

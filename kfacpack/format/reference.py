@@ -160,9 +160,13 @@ def locate(path: str | os.PathLike[str]) -> FileLocation:
 
     Raises:
         HubError: If the string begins with `hf://` but is not a valid reference.
+        KfacpackError: If it is neither a path nor a string, or is empty.
     """
     if isinstance(path, Reference):
         return path
+    if not isinstance(path, str | os.PathLike) or path == "":
+        found = "an empty string" if path == "" else type(path).__name__
+        raise KfacpackError(f"expected a path or hf://OWNER/REPO/FILE, got {found}")
     if is_reference(path):
         return Reference.parse(os.fspath(path))
     return Path(path)

@@ -241,6 +241,10 @@ def read_schema(file: Path) -> tuple[Any, int]:
         raise KfacpackError(f"{file}: not a readable parquet file: {first_line(error)}") from error
 
 
+MAX_LINE_BYTES = 2**28
+"""Maximum length of a line of a JSON Lines file."""
+
+
 def _is_json(file: Path) -> bool:
     return file.suffix == ".jsonl"
 
@@ -255,7 +259,11 @@ def _read_json(file: Path) -> Any:
     from pyarrow import json
 
     try:
-        return json.read_json(file)
+        # By default, lines of more than a megabyte are refused.
+        block_size = min(max(file.stat().st_size, 2**20), MAX_LINE_BYTES)
+        table = json.read_json(file, json.ReadOptions(block_size=block_size))
+        table.validate(full=True)  # texts that are not UTF-8
+        return table
     except (pyarrow.ArrowException, OSError) as error:
         raise KfacpackError(f"{file}: not a readable JSON Lines file: {first_line(error)}") from error
 

@@ -383,7 +383,9 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
         KfacpackError: If a required column is missing or has the wrong type, or there are several candidates.
     """
     requested = requested or RequestedColumns()
-    if not (requested.inputs or requested.label) and all(_is_text(features.get(name)) for name in COMPLETION_COLUMNS):
+    if not (requested.inputs or requested.label) and all(name in features for name in COMPLETION_COLUMNS):
+        for name in COMPLETION_COLUMNS:
+            _require_type(features, name, name, location)
         return Columns({name: name for name in COMPLETION_COLUMNS}, None, None)
     named = {key: _first_existing(names, features) for key, names in requested.inputs.items()}
     label = _first_existing(requested.label, features)
@@ -463,7 +465,8 @@ def _require_type(features: Any, key: str, column: str, location: str) -> None:
     else:
         is_valid, expected = _is_text(feature), "texts"
     if not is_valid:
-        raise KfacpackError(f"{location}: column {printable(column)!r} has type {feature}; expected {expected}")
+        found = f"column {printable(column)!r} has type {printable(str(feature))}"
+        raise KfacpackError(f"{location}: {found}; expected {expected}. {_REMEDY}")
 
 
 def _class_names(features: Any, label: str | None, location: str) -> tuple[str, ...] | None:

@@ -346,17 +346,22 @@ class LocalTask:
         """Opens a split.
 
         Raises:
-            KfacpackError: If there is no such split, its files cannot be read, or its classes differ from those of
-                `train`.
+            KfacpackError: If there is no such split, its files cannot be read, or its input columns or classes
+                differ from those of `train`.
         """
         # For a stored split, avoid `splits`, which may download the files of `train`.
         if name not in self._files and name not in self.splits:
-            problem = f"unknown split {printable(name)!r}; expected one of {', '.join(self.splits)}"
+            problem = f"unknown split {printable(str(name))!r}; expected one of {', '.join(self.splits)}"
             expected = self.data_source.expected[0].upper() + self.data_source.expected[1:]
             raise KfacpackError(f"{self.data_source.name}: {problem}. {expected}")
         stored = self._stored_split(name)
         data = self._read_images(stored) if self._images else self._read_shards(stored)
         columns = find_columns(data.features, self.data_source.name, None if self._images else self._requested)
+        if not self._images and columns.inputs.keys() != self._columns.inputs.keys():
+            inputs = (printable(", ".join(part.inputs)) for part in (columns, self._columns))
+            problem = f"the input columns of {name!r} are {next(inputs)}, but those of {self._first_split!r} are"
+            remedy = "Select columns that all splits have: --columns (columns=…)"
+            raise KfacpackError(f"{self.data_source.name}: {problem} {next(inputs)}. {remedy}")
         if columns.by_value:
             columns = replace(columns, values=self._values)
         elif columns.classes != self._stored_classes:

@@ -65,3 +65,16 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns:
     suggestion = did_you_mean(name, [*TASKS, *PUBLISHED])
     remedy = "For your own data, pass --data DIR (data=DIR), with train-*.parquet and test-*.parquet or class folders"
     raise KfacpackError(f"unknown task {printable(name)!r}{suggestion} Run `kfacpack tasks` for a list. {remedy}")
+
+
+def resolve_task(task: Task | str) -> Task:
+    """Returns a task, loading it if its name is passed.
+
+    Raises:
+        KfacpackError: If the argument is neither a task nor a name, or the task is unknown.
+    """
+    if isinstance(task, str):
+        return load_task(task)
+    if not all(hasattr(task, attribute) for attribute in ("name", "splits", "split")):
+        raise KfacpackError(f"expected a task from kp.load_task or its name, got {type(task).__name__}")
+    return task

@@ -80,8 +80,11 @@ class TrainingSettings:
             ("weight decay", self.weight_decay, 0),
             ("clip", self.clip, 1e-30),
         ):
-            if value is not None and not (isfinite(value) and value >= minimum):
-                raise KfacpackError(f"{name} {value}: expected a number of at least {minimum}")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+            if value is not None and not (is_number and value >= minimum):
+                raise KfacpackError(f"{name} {value!r}: expected a number of at least {minimum}")
+            if name in ("steps", "batch size", "micro_batch_size") and isinstance(value, float):
+                raise KfacpackError(f"{name} {value}: expected an integer")
         for name, rate in (("learning rate", self.lr), ("weight decay", self.weight_decay)):
             if rate is not None and rate > MAX_RATE:
                 raise KfacpackError(f"{name} {rate}: expected a number of at most {MAX_RATE:g}")

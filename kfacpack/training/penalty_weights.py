@@ -165,7 +165,7 @@ def resolve_strength(strength: float | None, *, on_data: bool = False, metric: M
     """
     if strength is None:
         return STRENGTH_ON_DATA if on_data else STRENGTH_KL if metric == "kl" else STRENGTH
-    if not 0 <= strength <= MAX_RATE:
+    if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 <= strength <= MAX_RATE:
         raise KfacpackError(f"strength {strength}: expected a number from 0 to {MAX_RATE:g}")
     return float(strength)
 

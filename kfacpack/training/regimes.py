@@ -318,7 +318,7 @@ def require_share(keep: float) -> float:
     Raises:
         KfacpackError: If `keep` is not positive, or is more than 1.
     """
-    if not 0 < keep <= 1:
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise KfacpackError(f"--keep (keep) {keep}: expected a share of the weights, more than 0 and at most 1")
     return keep
 

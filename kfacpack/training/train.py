@@ -13,7 +13,7 @@ from kfacpack.estimation.resume import output_path
 from kfacpack.models.families import resolve_model
 from kfacpack.models.heads import Head, head_for
 from kfacpack.models.model import Model
-from kfacpack.tasks.registry import load_task
+from kfacpack.tasks.registry import resolve_task
 from kfacpack.training.data_penalty import DataPenalty
 from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.regimes import KEEP, REGIMES, calibrated_masks, masks_from_bundles, require_share
@@ -119,9 +119,9 @@ def train(
     others = [reg_data] if isinstance(reg_data, str) or not isinstance(reg_data, Sequence) else reg_data
     trainer = build_trainer(
         resolve_model(model),
-        load_task(task) if isinstance(task, str) else task,
+        resolve_task(task),
         reg=reg,
-        reg_data=[load_task(other) if isinstance(other, str) else other for other in others],
+        reg_data=[resolve_task(other) for other in others],
         strength=strength,
         reg_every=reg_every,
         weights=weights,

@@ -217,3 +217,5 @@ def test_incompatible_inputs_are_refused(model, vectors, bundles):
     assert len(interference(partial, bundles)["pairs"]) == 6
     with refused(kp.KfacpackError, "different parameters", "attn.in_proj_weight"):
         interference(partial, bundles, model=model, evaluation_sets=sets)
+    with refused(kp.KfacpackError, "vectors", "1 of type int"):
+        interference({1: vectors["one"]}, bundles)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -153,3 +155,45 @@ def test_invalid_sizes_are_refused(tmp_path, size):
     with refused(kp.KfacpackError, repr(size)):
         small_curvature().save(tmp_path / "parts.kfac.index.json", max_shard_size=size)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_of_an_input_is_never_overwritten(index, tmp_path):
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for command in (["compress", str(index), "int8"], ["merge", str(index)], ["export", str(index)]):
+        result = CliRunner().invoke(app, [*command, "-o", str(shards(tmp_path)[0])], catch_exceptions=False)
+        assert result.exit_code == 2
+        assert shards(tmp_path)[0].name in result.stderr.replace("\n", "")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_full_disk_leaves_no_shards_without_an_index(index, tmp_path, monkeypatch):
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    copied, link_file = [], os.link
+
+    def link(source, target, **descriptors):
+        if not descriptors:
+            raise OSError(errno.EPERM, "no hard links")
+        link_file(source, target, **descriptors)
+
+    def copy(source, target):
+        copied.append(target)
+        if len(copied) > 1:
+            target.write_bytes(b"half of a sha")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        target.write_bytes(source.read_bytes())
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    for target in (index, tmp_path / "new.kfac.index.json"):
+        copied.clear()
+        with refused(kp.BundleError, "No space left", path=target):
+            small_curvature("packed", seed=1).save(target, max_shard_size=200)
+        assert len(copied) == 2
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("path", [None, 5, ""])
+def test_what_is_no_path_is_refused(path):
+    for load in (kp.load, kp.TaskVector.load):
+        with refused(kp.KfacpackError, "an empty string" if path == "" else type(path).__name__):
+            load(path)

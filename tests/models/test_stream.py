@@ -15,7 +15,7 @@ from toys import ToyTask, toy_model
 
 import kfacpack as kp
 from kfacpack.estimation.options import EstimateOptions
-from kfacpack.estimation.resume import Interrupted
+from kfacpack.estimation.resume import Interrupted, require_unfinished
 from kfacpack.estimation.task_estimate import TaskEstimate
 
 FAMILIES = ("llama", "qwen2", "gpt2", "bert", "timm", "tiny_clip")
@@ -228,3 +228,52 @@ def test_weights_in_several_files(lm_folders, pairs_task, tmp_path):
     parts = kp.load_model(f"lm:{folder}", loading="layers")
     streamed_bundle = kp.estimate_task(parts, pairs_task, stream=True, **common)
     assert streamed_bundle.about.base.sha256 == ordinary.about.base.sha256
+
+
+def test_a_metric_that_does_not_apply_is_refused_before_anything_is_stored(tmp_path):
+    model = kp.load_model("timm:test_vit", weights="random", image_size=32)
+    with refused(kp.KfacpackError, "'kl'", "test_vit"):
+        kp.estimate_task(model, "digits", examples=2, metric="kl", stream=True, output=tmp_path / "kl.kfac")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_resumed_with_the_folder_of_its_files(request, pairs_task, tmp_path):
+    model, task = model_and_task("llama", request, pairs_task)
+    target, folder = tmp_path / "stopped.kfac", tmp_path / "folder"
+    batches = iter(range(4))  # three batches of the stem, one of the first layer
+    with pytest.raises(Interrupted):
+        streamed(model, task, stream_folder=folder).run(target, stopped=lambda: next(batches, None) is None)
+    for other in (None, tmp_path / "other"):
+        with refused(kp.KfacpackError, "stream_folder", folder):
+            streamed(model, task, stream_folder=other).run(target, resume=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "stopped.kfac.partial"}
+    streamed(model, task, stream_folder=folder).run(target, resume=True)
+    streamed(model, task).run(tmp_path / "whole.kfac")
+    assert target.read_bytes() == (tmp_path / "whole.kfac").read_bytes()
+    assert not list(folder.iterdir())
+    (tmp_path / "stopped.kfac.partial-stream").mkdir()  # left by a process that was killed while it removed the files
+    with refused(kp.KfacpackError, target):
+        require_unfinished(target)
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"shard": 5}, "5"),
+        ({"shard": None}, "None"),
+        ({"shard": (1.0, 2.0)}, "2.0"),
+        ({"shard": (1, 2, 3)}, "(1, 2, 3)"),
+        ({"batch_size": 0}, "0"),
+        ({"batch_size": "8"}, "'8'"),
+        ({"output": 5}, "int"),
+        ({"params": 5}, "int"),
+        ({"split": None}, "None"),
+        ({"task": 5}, "int"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(options, fact):
+    model = kp.load_model("timm:test_vit", weights="random", image_size=32)
+    task = options.get("task", "digits")
+    rest = {name: value for name, value in options.items() if name != "task"}
+    with refused(kp.KfacpackError, fact):
+        kp.estimate_task(model, task, stream=True, **{"examples": 2, **rest})

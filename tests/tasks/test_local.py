@@ -354,3 +354,37 @@ def test_real_data(name, classes, columns):
     assert len(task.classes) == classes
     assert list(split[0]) == columns
     assert {split.label(k) for k in range(len(split))} == set(range(classes))
+
+
+LINE = '{"prompt": "one", "completion": " two"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "facts"),
+    [
+        (LINE.replace("two", "é").encode("latin-1"), ("train.jsonl", "UTF8")),
+        (LINE.replace('" two"', "2").encode(), ("completion", "int64")),
+        (LINE.replace('" two"', '["two"]').encode(), ("completion",)),
+        (LINE.encode("utf-16"), ("train.jsonl",)),
+        (b"", ("train.jsonl",)),
+    ],
+)
+def test_unreadable_lines_and_completions_that_are_no_texts_are_refused(tmp_path, content, facts):
+    (tmp_path / "train.jsonl").write_bytes(content)
+    with refused(KfacpackError, *facts):
+        load_task("mine", tmp_path).split("train")[0]
+
+
+@pytest.mark.parametrize("content", ["\ufeff" + LINE, LINE.replace("\n", "\r\n"), LINE.replace("one", "x" * 2**21)])
+def test_byte_order_marks_line_ends_and_long_lines_are_read(tmp_path, content):
+    (tmp_path / "train.jsonl").write_bytes(content.encode())
+    example = load_task("mine", tmp_path).split("train")[0]
+    assert (example["prompt"][0], example["completion"]) in (("o", " two"), ("x", " two"))
+
+
+def test_a_split_with_other_input_columns_is_refused(tmp_path):
+    (tmp_path / "train.jsonl").write_text(LINE)
+    (tmp_path / "test.jsonl").write_text('{"prompt": "one", "answer": " two"}\n')
+    task = load_task("mine", tmp_path)
+    with refused(KfacpackError, "'test'", "answer", "completion"):
+        task.split("test")

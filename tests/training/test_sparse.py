@@ -142,3 +142,6 @@ def test_options_of_other_regimes_are_refused(other):
     only = bundle_of(toy_model(), ToyTask())
     with refused(kp.KfacpackError, "toy"):
         kp.train(toy_model(), ToyTask(), regime="sparse", mask=only)
+    for keep in ("half", True, float("nan")):
+        with refused(kp.KfacpackError, "keep", keep):
+            kp.train(toy_model(), ToyTask(), regime="sparse", keep=keep)

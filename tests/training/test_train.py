@@ -147,3 +147,27 @@ def test_a_run_resumes_with_the_same_bytes_in_every_mode(mode, tmp_path, monkeyp
             run("parts.safetensors", stop, resume=stop > 1)
     run("parts.safetensors", resume=True)
     assert (tmp_path / "parts.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        ({"steps": "1"}, "'1'"),
+        ({"steps": 1.5}, "1.5"),
+        ({"steps": True}, "True"),
+        ({"steps": 1, "lr": "fast"}, "fast"),
+        ({"steps": 1, "task": 5}, "int"),
+        ({"steps": 1, "strength": "strong", "reg_data": "faces"}, "strong"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(arguments, fact):
+    task = arguments.get("task", ToyTask())
+    settings = {name: value for name, value in arguments.items() if name != "task"}
+    with refused(kp.KfacpackError, fact):
+        kp.train(toy_model(), task, **settings)
+
+
+@pytest.mark.parametrize("path", [None, 5, {}])
+def test_a_plan_that_is_no_path_is_refused(path):
+    with refused(kp.KfacpackError, "plan", type(path).__name__):
+        kp.run(path)

@@ -165,8 +165,8 @@ class AnswerTexts:
         if self._style == "chat":
             messages = [{"role": "user", "content": text}]
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return self._tokenizer(text, add_special_tokens=False).input_ids  # type: ignore[no-any-return]
-        tokens: list[int] = self._tokenizer(text).input_ids
+            return self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids  # type: ignore[no-any-return]
+        tokens: list[int] = self._tokenizer(text, verbose=False).input_ids
         if tokens and tokens[-1] == self._tokenizer.eos_token_id != self._tokenizer.bos_token_id:
             tokens = tokens[:-1]  # an end token that some tokenizers append
         start = self._tokenizer.bos_token_id if self._tokenizer.eos_token_id is None else self._tokenizer.eos_token_id
@@ -174,7 +174,7 @@ class AnswerTexts:
 
     def _completion(self, text: str) -> list[int]:
         """Returns the tokens of a completion, followed by the end token if the tokenizer has one."""
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         end = self._tokenizer.eos_token_id
         return tokens if end is None or not tokens else [*tokens, end]
 
