@@ -126,7 +126,7 @@ def test_a_dry_run_needs_neither_weights_nor_a_gpu(command, llama, ordinary, tmp
     assert [block["name"] for block in forecast["blocks"]] == [b.name for b in kp.Bundle(ordinary).manifest.blocks]
     assert forecast["stored_bytes"] > 0
     shown = run(*dry, "--gpu", "a100").stdout
-    for words in ("hours on a100", "17%", "disk: ", "fits into the memory"):
+    for words in ("hours on a100", "17%", "disk space", "fits in the memory"):
         assert words in shown
     assert [path.name for path in tmp_path.iterdir()] == ["config"]
     assert "A100-80GB" in error(*dry, "--gpu", "A1000")
