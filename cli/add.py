@@ -35,6 +35,7 @@ from .options import (
     model_arguments,
     option,
     output_option,
+    task_arguments,
 )
 
 if TYPE_CHECKING:
@@ -204,8 +205,7 @@ def write(
     # Uses the saved vector, because the tensors of `tau` would be computed again.
     saved = _save_model(model, vector, target.path, show=show, quiet=quiet) if model and target.path else None
     if show:
-        tasks = [word for task in vector.tasks for word in ("--task", task)]
-        print_next("eval", *model_arguments(vector.about.base), "--vector", output, *tasks)
+        print_next("eval", *model_arguments(vector.about.base), "--vector", output, *task_arguments(vector.tasks))
     return {
         "path": str(output),
         "sha256": vector.digest,

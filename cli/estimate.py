@@ -322,7 +322,7 @@ def _print_forecast(forecast: Forecast, gpu: str | None, figures: Gpu | None) ->
             print_line(f"{heading}: {', '.join(names)}")
     print_line(
         f"{len(forecast.blocks)} blocks, {human_bytes(forecast.bytes)}; "
-        f"{forecast.examples} examples in {forecast.batches} batches"
+        f"{forecast.examples} examples in {forecast.batches} batch{'es' if forecast.batches != 1 else ''}"
     )
     memory = f"peak memory about {human_bytes(forecast.peak_memory)}, in addition to Python and its libraries"
     if figures is None:

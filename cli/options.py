@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -267,6 +267,19 @@ def model_arguments(base: Base) -> tuple[str, ...]:
 
     model = model_option(base) or "MODEL"
     return () if model == MODEL_NAME.default else ("--model", model)
+
+
+def task_arguments(tasks: Iterable[str]) -> tuple[str, ...]:
+    """Returns the arguments of `kfacpack eval` for tasks, for suggested commands.
+
+    Vectors do not record where the data of a task is, so that tasks without a registered name get a placeholder.
+    """
+    from kfacpack.tasks.registry import is_registered
+
+    words: list[str] = []
+    for task in tasks:
+        words += ["--task", task, *(() if is_registered(task) else ("--data", f"{task}=DIR"))]
+    return tuple(words)
 
 
 def default_output(task: str, suffix: str) -> Path:

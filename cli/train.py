@@ -374,7 +374,8 @@ def _run(
         print_json(result)
     elif show:
         size = f"{len(vector)} parameters, {human_bytes(output.stat().st_size)}"
-        print_line(f"wrote {output}: {size}, after {trainer.steps} steps in {human_seconds(seconds)}")
+        steps = f"{trainer.steps} step{'s' if trainer.steps != 1 else ''}"
+        print_line(f"wrote {output}: {size}, after {steps} in {human_seconds(seconds)}")
         if protected := _protected_tasks(trainer):
             print_line(f"protected tasks: {', '.join(protected)}")
         if last:

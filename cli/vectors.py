@@ -39,6 +39,7 @@ from .options import (
     model_arguments,
     option,
     output_option,
+    task_arguments,
 )
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def extract(
     elif show:
         size = f"{human_bytes(result['bytes'])}, in {human_seconds(result['seconds'])}"
         print_line(f"wrote {output}: {_summary(result)}, {size}")
-        tasks = ("--task", task) if task else ("--task", "TASK")
+        tasks = task_arguments([task]) if task else ("--task", "TASK")
         print_next("eval", *model_arguments(tau.about.base), "--vector", output, *tasks)
 
 

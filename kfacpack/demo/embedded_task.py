@@ -190,6 +190,9 @@ class EmbeddedTask:
     namesake: str | None = None
     """Repository and description of a public dataset with the same name, such as 'ylecun/mnist, all 70,000 digits'."""
 
+    def __repr__(self) -> str:
+        return f"<EmbeddedTask {self.name}: {len(self.classes)} classes>"
+
     @property
     def splits(self) -> tuple[str, ...]:
         """Names of the splits."""

@@ -351,7 +351,10 @@ def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None
     for parameter in vector.about.base.parameters:
         if parameter.name not in covered:
             problem = f"the vectors change {parameter.name!r}, which the bundle of {name} does not cover"
-            remedy = "Estimate a bundle that covers it with --params (params=...)"
+            remedy = (
+                "Estimate a bundle that covers it with --params (params=...). If f does not depend on it, like the "
+                "text tower of a CLIP model, remove its tensors from the checkpoint or adapter and extract it again"
+            )
             raise TaskVectorError(f"{problem}, so it cannot predict their drift. {remedy}")
         if covered[parameter.name] != parameter:
             models = f"{about.base.name} and {vector.about.base.name}"

@@ -154,7 +154,7 @@ def legend_below(figure: Figure, axes: Axes, columns: int) -> None:
 
 def percent(axis: Axis) -> None:
     """Formats the ticks of an axis as percentages."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
 
 
 def logarithmic(axis: Axis) -> None:

@@ -289,7 +289,7 @@ def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
             axes.add_patch(Rectangle(**box, edgecolor="#e02020", linewidth=1.5, label=label))
             framed = True
     scale = "" if unit == 1 else f" · {power_of_ten(unit)}"
-    bar = figure.colorbar(image, ax=axes, label=f"predicted drift, τᵀGτ (numbers{scale})", shrink=0.9)
+    bar = figure.colorbar(image, ax=axes, label=f"predicted drift,\nτᵀGτ (numbers{scale})", shrink=0.9)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_ten(value)))
     bar.ax.yaxis.set_major_locator(LogLocator(numticks=7))
     bar.ax.yaxis.set_minor_locator(NullLocator())

@@ -114,11 +114,17 @@ def summary(results: Results) -> Section:
         how_to_read="“Own vector” is the accuracy on each task with only its own vector; “all added” is the accuracy "
         "of one model with all vectors. “Normalised” is the second divided by the first, averaged over tasks. "
         "“Recovered” is the fraction by which this arm reduces the accuracy loss from adding, compared with the "
-        "arm without a penalty. “Removed” is the fraction of a task's margin over chance that is lost when its vector "
-        "is subtracted." + _completions_note(results),
+        "arm without a penalty." + _removed_note(results) + _completions_note(results),
         tables=[_summary_table(results), _arms_table(results), *_methods_tables(results)],
         pictures=[picture] if picture else [],
     )
+
+
+def _removed_note(results: Results) -> str:
+    """Returns the explanation of the column "removed", which only results with negation have."""
+    if all(row.removed is None for row in results.summary):
+        return ""
+    return " “Removed” is the fraction of a task's margin over chance that is lost when its vector is subtracted."
 
 
 def _summary_table(results: Results) -> ReportTable:

@@ -49,7 +49,8 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
     elif not (function.normalized or manifest.metric):
         yield "scale of f", "not recorded; a penalty uses the absolute drift"
     if estimate:
-        probes = f"{estimate.probes} {estimate.probe} probes per example" if estimate.probes else None
+        probe = f"{estimate.probe} probe{'s' if estimate.probes != 1 else ''} per example"
+        probes = f"{estimate.probes} {probe}" if estimate.probes else None
         seed = f"seed {estimate.seed}" if estimate.seed is not None else None
         model = f"model in {estimate.model_dtype}" if estimate.model_dtype else None
         sums = f"sums in {estimate.accumulation_dtype}" if estimate.accumulation_dtype else None

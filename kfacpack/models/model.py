@@ -145,6 +145,10 @@ class Model:
     logit_scale: float = 100.0
     """Factor from cosine similarities to logits: the model's own, or by default the final value in CLIP's training."""
 
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        return f"<Model {self.name} ({self.family}): {count:,} parameters, f of width {self.function.width}>"
+
     def base(self, parameters: Collection[str]) -> Base:
         """Returns the identity of the model: its name and the digests of its current weights.
 

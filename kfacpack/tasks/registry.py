@@ -28,6 +28,13 @@ TASKS: dict[str, Callable[[], Task]] = {
 """Loaders of the embedded tasks, by name. The images are generated when a split is used."""
 
 
+def is_registered(name: str) -> bool:
+    """Returns whether a task, or the task of which it is a part, can be loaded without `data`."""
+    part = parse_class_split(name)
+    whole = part.whole if part else name
+    return whole in TASKS or whole in PUBLISHED
+
+
 def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns: str | None = None) -> Task:
     """Loads a task by name. Its files are listed, but are not read until they are needed.
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from kfacpack_cli.main import app
+from kfacpack_cli.options import task_arguments
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -361,3 +362,8 @@ def test_inspect_reads_tensors_only_for_norms(three, tmp_path):
 
 def test_norms_of_a_bundle_are_refused(bundles):
     assert "task vector" in run("inspect", bundles / "one.kfac", "--norms", code=2).stderr
+
+
+def test_suggested_arguments_name_the_data_of_tasks_that_are_not_registered():
+    known = ("--task", "digits@1/2", "--task", "dtd")
+    assert task_arguments(["digits@1/2", "dtd", "mine"]) == (*known, "--task", "mine", "--data", "mine=DIR")

@@ -161,6 +161,10 @@ def test_interference_shows_every_value_and_frames_own_tasks():
     figure = FIGURES["interference"](data)
     assert {"2", "0.03", "0", "500", "own task"} <= set(words(figure))
     assert any("10⁻⁴" in text for text in words(figure))
+    figure.draw_without_rendering()
+    scale = figure.axes[1].yaxis.label.get_window_extent()
+    assert figure.bbox.y0 <= scale.y0
+    assert scale.y1 <= figure.bbox.y1
     frames = [
         patch for patch in figure.axes[0].patches if patch.get_label() == "own task" or patch.get_linewidth() == 1.5
     ]

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from kfacpack.errors import KfacpackError
 from kfacpack.experiments.report import compose, report
+from kfacpack.experiments.report_accuracy import summary as summary_section
 from kfacpack.experiments.report_content import ReportContent
 from kfacpack.experiments.results_schema import Results
 
@@ -183,6 +184,12 @@ def test_the_headline_compares_the_best_dataless_penalty_with_none():
     for row, key in (("without", "added"), ("kfac", "added"), ("kfac", "individual"), ("kfac", "recovered")):
         assert f"{100 * rows[row][key]:.1f} %" in headline
     assert "“data”" not in headline
+
+
+def test_removed_is_explained_only_if_vectors_were_negated():
+    for full in (True, False):
+        section = summary_section(Results.model_validate(make_results(3, 2, full=full)))
+        assert ("“Removed”" in section.how_to_read) == ("removed" in section.tables[0].columns) == full
 
 
 def test_harmful_penalties_are_shown_as_such():
