@@ -384,8 +384,10 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
     """
     requested = requested or RequestedColumns()
     if not (requested.inputs or requested.label) and all(name in features for name in COMPLETION_COLUMNS):
-        for name in COMPLETION_COLUMNS:
-            _require_type(features, name, name, location)
+        if other := [name for name in COMPLETION_COLUMNS if not _is_text(features[name])]:
+            found = f"column {other[0]!r} has type {printable(str(features[other[0]]))}"
+            expected = "expected texts in the columns " + " and ".join(map(repr, COMPLETION_COLUMNS))
+            raise KfacpackError(f"{location}: {found}; {expected}. {_REMEDY}")
         return Columns({name: name for name in COMPLETION_COLUMNS}, None, None)
     named = {key: _first_existing(names, features) for key, names in requested.inputs.items()}
     label = _first_existing(requested.label, features)
