@@ -131,7 +131,7 @@ def solve_block(
     try:
         solution = _System(name, repaired, settings, OperatorCache(), mask, mean).solve()
     except _NotPositiveError as error:
-        cause = f"with the damping {settings.damping:g}. Use a larger damping"
+        cause = f"with the damping {settings.damping:g}. Use another damping"
         if any(term.weight * weight < 0 for term in terms for weight in term.structure.weights):
             cause = "because of a negative weight. Use bundles of single tasks, or merge them by 'tak' or 'stack'"
         problem = "is not positive definite to working precision, even without the negative eigenvalues of its matrices"
