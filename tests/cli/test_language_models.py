@@ -130,7 +130,7 @@ def test_a_dry_run_needs_neither_weights_nor_a_gpu(command, llama, ordinary, tmp
         assert words in shown
     assert [path.name for path in tmp_path.iterdir()] == ["config"]
     assert "A100-80GB" in error(*dry, "--gpu", "A1000")
-    assert "no weights" in error(*command, "--model", f"lm:{folder}", "--stream", "-o", tmp_path / "t.kfac")
+    assert "no safetensors files" in error(*command, "--model", f"lm:{folder}", "--stream", "-o", tmp_path / "t.kfac")
 
 
 @pytest.mark.parametrize(
