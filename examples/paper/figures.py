@@ -60,11 +60,13 @@ def sweeps(results: Results, figure: Any) -> None:
                 fmean(values)
                 for values in zip(*(seed["scores"][side] for seed in results.arms[name]["seeds"]), strict=True)
             ]
-            right.plot([position + shift] * 2, [quantiles[0], quantiles[4]], color=color, lw=1)
-            right.plot([position + shift] * 2, [quantiles[1], quantiles[3]], color=color, lw=6, solid_capstyle="butt")
+            place, label = [position + shift] * 2, None if position else {"on": "own task", "off": "other tasks"}[side]
+            right.plot(place, [quantiles[0], quantiles[4]], color=color, lw=1)
+            right.plot(place, quantiles[1:4:2], color=color, lw=6, solid_capstyle="butt", label=label)
     right.set_yscale("log")
     right.set_xticks(range(len(located)), located, rotation=30, ha="right")
-    right.set_ylabel("‖Δf‖²: own task green, others red")
+    right.set_ylabel("‖Δf‖²")
+    right.legend(frameon=False, fontsize=8)
 
 
 def maps(results: Results, figure: Any) -> None:
@@ -107,7 +109,7 @@ def negation(results: Results, figure: Any) -> None:
 def size(results: Results, figure: Any) -> None:
     """Accuracy over the size of the bundles."""
     axes = figure.subplots()
-    for color, (name, arm) in zip(COLORS, results.arms.items(), strict=False):
+    for position, (color, (name, arm)) in enumerate(zip(COLORS, results.arms.items(), strict=False)):
         values = [100 * value for value in results.sum_at_one(name)]
         if arm["bundle_bytes"] is None:
             axes.axhline(fmean(values), color="#d1d5db", zorder=0)
@@ -115,7 +117,11 @@ def size(results: Results, figure: Any) -> None:
             continue
         axes.errorbar(arm["bundle_bytes"] / 1e6, fmean(values), yerr=spread(values), fmt="o", color=color)
         axes.annotate(
-            name, (arm["bundle_bytes"] / 1e6, fmean(values)), textcoords="offset points", xytext=(5, 3), fontsize=8
+            name,
+            (arm["bundle_bytes"] / 1e6, fmean(values)),
+            textcoords="offset points",
+            xytext=(5, (3, -10)[position % 2]),
+            fontsize=8,
         )
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
