@@ -181,7 +181,7 @@ def steps_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def work_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """Draws a progress bar with a status text; yields `update(done, total, status)`."""
+    """Draws a progress bar with a status message; yields `update(done, total, status)`."""
     with _bar(name, TextColumn("{task.fields[status]}", markup=False), show=show, status="") as update:
         yield lambda done, total, status: update(completed=done, total=total, status=status)
 

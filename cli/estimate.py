@@ -99,7 +99,7 @@ def estimate(
         ESTIMATE_PANEL,
         "orthogonal",
         "--probe",
-        help="Distribution of the probes, with --fisher mc and --metric l2.",
+        help="Distribution of the probes; used only with --fisher mc and --metric l2.",
     ),
     metric: Metric = option(
         ESTIMATE_PANEL,

@@ -70,7 +70,10 @@ class PlainCommand(PlainHelp, TyperCommand):
 
 
 def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
-    """Adds the value of each option in `IMPLIED_VALUES` that is followed by another option, by a plan or by nothing."""
+    """Inserts the implied value after each option in `IMPLIED_VALUES` that is given without a value.
+
+    Such an option is followed by another option, by a plan or by nothing.
+    """
     complete = []
     for argument, following in pairwise([*args, "-"]):
         complete.append(argument)

@@ -92,7 +92,7 @@ def extract(
         None,
         "--task",
         metavar="TASK",
-        help="Task name to record in the vector, by which bundles are matched to it. [default: none]",
+        help="Task name to record in the vector. It is used to match bundles to the vector. [default: none]",
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,

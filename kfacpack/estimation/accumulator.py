@@ -310,9 +310,9 @@ class CurvatureAccumulator:
         return tuple(forecasts)
 
     def peak_bytes(self, activations: int, chain: CodecChain) -> int:
-        """Returns the bytes of the sums, and of what is in memory beside them.
+        """Returns the peak memory in bytes: the sums, and the larger of the activations and the results.
 
-        That is either the activations of a batch, or what is computed from the sums: a matrix is packed before its sum
+        The activations are those of a batch. The results are computed from the sums: a matrix is packed before its sum
         is freed, and codecs unpack it and compare it with the result. The originals of compressed matrices stay in
         memory until all are compressed.
 

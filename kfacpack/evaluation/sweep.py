@@ -118,7 +118,7 @@ def evaluation_result(
         task_scores: Scores by task name.
         individual: Accuracy of each task's own vector alone, by task name. If it is unknown or zero, `normalized` is
             None, and so is the mean of `normalized`.
-        heads: Origins of the heads by task name, which are added as "head".
+        heads: Origin of each head, by task name. It is added to the result of its task as "head".
 
     Returns:
         `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`. Tasks with

@@ -106,7 +106,7 @@ def _settings(theme: Theme) -> Iterator[None]:
 
 
 def with_themes(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Decorates a drawing function with the keyword `theme` so that it draws with the settings of that theme."""
+    """Decorates a drawing function that takes the keyword `theme`, so that it draws with the settings of the theme."""
 
     @functools.wraps(draw)
     def draw_with_theme(*args: P.args, **kwargs: P.kwargs) -> Figure:

@@ -126,7 +126,7 @@ def _items(container: Any) -> Iterable[Any]:
 
 
 def _agree(replayed: Tensor | None, expected: Tensor | None) -> bool:
-    """Returns whether two tensors agree up to rounding errors, because the order of sums on a GPU may vary."""
+    """Returns whether two tensors agree up to rounding errors. On a GPU, the order of summation may vary."""
     if replayed is None or expected is None or replayed.shape != expected.shape or replayed.dtype != expected.dtype:
         return replayed is expected
     tolerance = 1e3 * torch.finfo(expected.dtype).eps * float(expected.abs().amax())

@@ -253,7 +253,10 @@ def _terms(name: str, inputs: Sequence[MergeInput], factors: Sequence[float]) ->
 
 
 class _GramMatrices:
-    """Computes the coordinates of all blocks' matrices in background threads, once for shared matrices."""
+    """Computes the coordinates of the matrices of all blocks in background threads.
+
+    A matrix that several blocks share is processed once.
+    """
 
     def __init__(self, terms_of_blocks: Sequence[Terms]):
         self._pool = ThreadPoolExecutor(max_workers=WORKERS)

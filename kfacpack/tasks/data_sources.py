@@ -147,7 +147,7 @@ class DatasetRepository:
         Args:
             repository: `owner/repository`.
             revision: Branch, tag or commit; None for the main branch, or the Hub's parquet copy of it.
-            config: Config for which error messages suggest a download command.
+            config: Name of the dataset config in the download command that error messages suggest.
         """
         self.source = repository
         self._revision, self._config = revision, config

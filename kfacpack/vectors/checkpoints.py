@@ -398,8 +398,8 @@ def match_names(
         if target in base:
             assert target is not None
             if target in tensors:
-                problem = f"both {printable(tensors[target])} and {printable(name)} are tensors of {target!r}"
-                raise TaskVectorError(f"{source}: {problem}; expected one of them")
+                problem = f"both {printable(tensors[target])} and {printable(name)} map to the parameter {target!r}"
+                raise TaskVectorError(f"{source}: {problem}; expected one tensor per parameter")
             tensors[target] = name
         elif is_head(name):
             heads.append(name)

@@ -303,7 +303,7 @@ class LowRank(Matrix):
             yield self._inner()
 
     def _inner(self) -> Tensor:
-        """Returns R diag(w) Rᵀ, where U = Q R: at most (r, r), with the nonzero eigenvalues of M."""
+        """Returns R diag(w) Rᵀ, where U = Q R. It is at most r × r and has the nonzero eigenvalues of M."""
         u, w = self._factors(torch.float64)
         r: Tensor = torch.linalg.qr(u, mode="r").R
         return (r * w) @ r.T
