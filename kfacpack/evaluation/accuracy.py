@@ -257,8 +257,8 @@ def scores(
         vector: Task vector, or None to evaluate the model itself; `alphas` must then be (1.0,).
         alphas: Coefficients of the vector.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total, which counts one pass for a linear vector
-            and one pass per α for others.
+        on_progress: Called with the number of examples done and their total. Each example counts once for a linear
+            vector, and once per α for others.
 
     Raises:
         KfacpackError: If the arguments are incompatible, or outputs contain NaN or Inf.
@@ -302,7 +302,7 @@ def _completion_score(head: CompletionHead, f: Tensor, batch: Batch, examples: i
 def _output_passes(
     model: Model, evaluation_set: EvaluationSet, vector: TaskVector | None, alphas: Sequence[float], batch_size: int
 ) -> list[Iterator[tuple[Sequence[int], list[Tensor]]]]:
-    """Returns the passes over the examples: iterators over the indices of a batch and its outputs, each (N, C).
+    """Returns the passes over the examples. Each yields the indices and the outputs, each (N, C), of every batch.
 
     Concatenated over the passes, the outputs are in the order of `alphas`.
     """

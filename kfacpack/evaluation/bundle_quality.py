@@ -56,7 +56,7 @@ def drift(
 
     Returns:
         `{"pairs": [{"vector", "task", "predicted", "measured"}], "layers": [the same with "block"]}`. Outside the
-        linear regime a pair is measured as E ‖f(θ0 + τ) − f(θ0)‖²; a layer always as E ‖J τ‖².
+        linear regime, pairs are measured as E ‖f(θ0 + τ) − f(θ0)‖²; layers are always measured as E ‖J τ‖².
 
     Raises:
         KfacpackError: If there is no bundle, or a bundle's task has no examples.

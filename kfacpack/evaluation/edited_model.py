@@ -138,7 +138,7 @@ class OutputCache:
 def linear_outputs(
     model: Model, evaluation_set: EvaluationSet, directions: Sequence[TaskVector], batch_size: int
 ) -> Iterator[tuple[Sequence[int], Tensor, list[Tensor]]]:
-    """Yields the indices of the examples of each batch, f, (N, C), and J τ of each vector, (N, C).
+    """Yields, for each batch, the indices of its examples, f, (N, C), and J τ of each vector, (N, C).
 
     Results are read from the cache of the evaluation set and stored in it, if it has one.
 

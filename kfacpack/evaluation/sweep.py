@@ -39,7 +39,7 @@ class TaskEvaluation(TypedDict):
     accuracy: float
     """Share of correct predictions."""
     normalized: float | None
-    """Accuracy relative to that of the task's own vector; null if that is unknown or zero."""
+    """Accuracy relative to that of the task's own vector; null if the latter is unknown or zero."""
     examples: int
     """Number of examples."""
     perplexity: NotRequired[float]
@@ -53,7 +53,7 @@ class MeanEvaluation(TypedDict):
 
     accuracy: float
     normalized: float | None
-    """Mean of the normalised accuracies; null if that of any task is unknown."""
+    """Mean of the normalised accuracies; null if the normalised accuracy of any task is unknown."""
 
 
 class Evaluation(TypedDict):
@@ -148,7 +148,7 @@ def evaluation_result(
 
 
 def normalized(accuracy: float, individual: float | None) -> float | None:
-    """Returns an accuracy relative to that of the individual vector; None if that is unknown or zero."""
+    """Returns an accuracy relative to that of the individual vector; None if the latter is unknown or zero."""
     return accuracy / individual if individual else None
 
 

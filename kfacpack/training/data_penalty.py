@@ -58,7 +58,7 @@ class DataPenalty:
         self._orders = [BatchOrder(len(split), batch_size, seed) for split in self._splits]
         self._seed, self._batch_size = seed, batch_size
         self.output_scale = 1.0
-        """Scale of f over the tasks, which divides the penalty; 1 if f is normalised."""
+        """Divisor of the penalty: the scale of f over the tasks, or 1 if f is normalised."""
         self._upcoming: Generator[list[Batch], None, None] | None = None
         self._next: tuple[int, int | None] = 0, None
 
@@ -123,13 +123,13 @@ class DataPenalty:
             self._upcoming = None
 
     def _parts(self, step: int, micro_batch_size: int | None) -> list[tuple[int, Sequence[int]]]:
-        """Returns the index of the task and the indices of the examples of each forward pass of this process."""
+        """Returns the task index and the example indices of each forward pass of this process."""
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))
         task = int(generator.choice(len(self._splits), p=self._shares))
         return [(task, part) for part in self._orders[task].own(step, micro_batch_size)]
 
     def _batches_from(self, step: int, model: Model, micro_batch_size: int | None) -> Iterator[list[Batch]]:
-        """Returns an iterator over the batches of `step` and later steps, which prepares them ahead of use.
+        """Returns an iterator that prepares the batches of `step` and later steps ahead of use.
 
         Calls for consecutive steps return the same iterator.
         """

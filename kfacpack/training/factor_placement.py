@@ -9,9 +9,9 @@ unpacked when they are used. With `offload`, all matrices stay on the CPU in the
 blocks are copied in one transfer to one of two buffers on the device, while the blocks in the other buffer are
 computed.
 
-Batches that share a matrix follow each other: those of the projections of an attention layer, or of the keys and values
-that all layers of a decoder compute from the output of the encoder. The matrix is copied and unpacked once for all of
-them. Otherwise, batches are computed in the order of their blocks.
+Batches that share a matrix follow each other, such as those of the projections of an attention layer, or of the keys
+and values that all layers of a decoder compute from the output of the encoder. The matrix is copied and unpacked once
+for all of them. Otherwise, batches are computed in the order of their blocks.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def plan_batches(
         sharing = tuple(uses[id(matrix)] for matrix in _matrices(block))
         key: Hashable = (weight, join_layout(block.join, shapes), _form(block), sharing)
         pieces = {(piece.parameter, piece.rows) for piece in block.join.pieces}
-        # Gradients of a batch are added at once, so that no element may occur twice.
+        # Gradients of a batch are added at once, so no element may occur twice.
         while pieces & covered.setdefault(key, set()):
             key = (key, "next")
         covered[key] |= pieces
@@ -238,7 +238,7 @@ class _HostFactors:
 
     pack: TensorPack
     assemble: Callable[[Sequence[Tensor]], dict[int, Operator]]
-    """Returns the operators of the batch, from the tensors of the pack on the device."""
+    """Function that returns the operators of the batch, given the tensors of `pack` on the device."""
 
 
 class FactorStream:

@@ -7,7 +7,7 @@ per epoch for any batch size.
 The default learning rate is derived from the model. The first step of Adam moves every parameter by the learning rate
 in the direction of the sign of its gradient. The resulting change of f differs between models by orders of magnitude,
 but can be computed from the linearised model. The learning rate is the one at which such a step changes f by a fixed
-fraction of its size: its norm if f is normalised, otherwise its deviation from the mean.
+fraction of the size of f: of its norm if f is normalised, otherwise of its deviation from the mean.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class BatchOrder:
 
 
 _DIGITS = 2
-"""Number of significant digits of the derived learning rate, which hide effects of the order of additions."""
+"""Number of significant digits of the derived learning rate. Rounding hides the effect of the order of summation."""
 
 
 def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> float:
@@ -236,7 +236,7 @@ class AdamWState:
         parameters: Parameters to train, by name; τ has their shapes and starts at zero.
         settings: Hyperparameters, of which only the weight decay is used.
         clip: Maximum norm of the gradient; None for no limit.
-        masks: Boolean tensors by name; only the elements that they select are changed. None for all.
+        masks: Boolean tensors by name; only the elements that they select are changed. None to train all elements.
     """
 
     def __init__(

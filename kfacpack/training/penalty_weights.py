@@ -40,7 +40,7 @@ this scaling, the published accuracies are best at 20 (ViT-B/32) and 25 (ViT-B/1
 these values.
 """
 STRENGTH_KL = 3.0
-"""Default λ of a curvature penalty with the metric `kl`, which is in nats and not divided by the variance of f.
+"""Default λ of a curvature penalty with the metric `kl`. The penalty is in nats, not divided by the variance of f.
 
 With two completion tasks (examples/completions.yaml), the mean perplexity of the sum of the vectors is 2.85 without a
 penalty and 1.32, 1.27, 1.26, 1.26, 1.28 at λ = 0.3, 1, 3, 10, 80 on the test split. The default was chosen on the
@@ -183,7 +183,7 @@ def published_strength(base: Base) -> float:
 
 
 def _published_divisor(block: CurvatureBlock) -> float:
-    """Returns the positions per example of Kronecker factors, and 1 for whole blocks, whose scaling is the same."""
+    """Returns the positions per example for Kronecker factors; 1 for whole blocks, whose published scaling is equal."""
     if len(block.structure.sides) == 1:
         return 1.0
     if (positions := _positions(block)) is None:

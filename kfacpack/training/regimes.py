@@ -8,8 +8,8 @@ Notation: N is the number of examples, C the width of f. τ and its gradient hav
 
 Masks of the regime `sparse` (TaLoS) select the weights to which f is least sensitive, the only ones that are trained.
 The score of a weight is its squared gradient of a logit sampled from the prediction, summed over examples of the task's
-validation split. Round k of four keeps the weights with the lowest scores, keep^(k/4) of all weights. Weights that are
-not kept are multiplied by 0.1 in later rounds and are not considered again.
+validation split. Of four rounds, round k keeps the share keep^(k/4) of all weights, those with the lowest scores.
+Weights that are not kept are multiplied by 0.1 in later rounds and are not considered again.
 
 Bundles contain such scores as well: the diagonal of G, which is B_ii A_jj for the weight (i, j) of a Kronecker block.
 A mask from the bundles of other tasks needs no data.
@@ -409,7 +409,7 @@ def masks_from_bundles(regime: Regime, bundles: Regularizer, keep: float = KEEP)
 
     Args:
         regime: The regime, which defines the model and the weights to select from.
-        bundles: The bundles, checked against the model, without the trained task.
+        bundles: Bundles that have been checked against the model and do not contain the trained task.
         keep: Share of the weights of `regime` to train. Weights that no bundle covers are not trained.
 
     Raises:

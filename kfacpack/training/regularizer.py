@@ -128,7 +128,7 @@ class Regularizer:
         self._device = torch.device(device) if device is not None else None
         self._dtype = dtype
         self.precision = precision
-        """Precision of the products; None for that of the computation."""
+        """Precision of the products; None for the dtype of the computation."""
         self._offload = offload
         self._factors: FactorPlacement | None = None
         self._shapes = {p.name: p.shape for curvature in self.curvatures for p in curvature.about.base.parameters}
@@ -158,7 +158,7 @@ class Regularizer:
 
     @property
     def curvatures(self) -> tuple[Curvature, ...]:
-        """Curvatures whose sum is the penalty, without the task that is left out."""
+        """Curvatures over which the penalty is summed, leaving out the task being trained."""
         return tuple(bundle.curvature for bundle in self._inputs)
 
     @property
@@ -421,7 +421,7 @@ def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[Mer
 
 
 def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
-    """Warns about bundles of tasks with common classes, which cannot be subtracted."""
+    """Warns if a bundle contains a task that shares classes with `task` and therefore cannot be subtracted."""
     protected = {
         parent.task: bundle for bundle in inputs for parent in bundle.parents if parent.task and parent.task != task
     }

@@ -101,8 +101,8 @@ def train(
         output: File to write. The metrics of each step and the state of an interrupted run are stored beside it. By
             default, no file is written.
         resume: Whether to resume an interrupted run with the same `output`.
-        on_progress: Called after each step with its metrics and the number of steps; on a GPU, when the next step has
-            been started.
+        on_progress: Called after each step with its metrics and the total number of steps; on a GPU, only after the
+            next step has been started.
         stopped: Checked after each step; once it returns True the state is stored and `Interrupted` is raised.
 
     Returns:

@@ -177,9 +177,9 @@ class StartedStep:
     lr: float
     """Learning rate of the step."""
     values: DeferredValues
-    """Sums over all processes of: losses, correct predictions, micro-batches with NaN or Inf in f, data penalty,
-    requests to stop and to save. Then the penalty, and the largest magnitude in the gradient and in τ after the
-    step."""
+    """Sums over all processes of the losses, correct predictions, micro-batches with NaN or Inf in f, data penalty, and
+    requests to stop and to save; followed by the penalty, the largest magnitude in the gradient, and that in τ after
+    the step."""
 
 
 _LR_EXAMPLES = 32
@@ -290,8 +290,8 @@ class Trainer:
             output: File to write.
             resume: Whether to resume an interrupted run with the same output.
             every: Seconds between two stored states.
-            on_progress: Called after each step with its metrics and the number of steps; on a GPU, when the next step
-                has been started.
+            on_progress: Called after each step with its metrics and the total number of steps; on a GPU, only after the
+                next step has been started.
             stopped: Checked after each step; once it returns True, the state is stored and `Interrupted` is raised.
 
         Returns:

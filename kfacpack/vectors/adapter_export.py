@@ -1,8 +1,8 @@
 """Export of a task vector as a LoRA adapter that PEFT loads onto the model's own module.
 
 Notation: W is the change of a weight, (m, n), in the orientation of the parameter. The adapter stores U V instead, with
-U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. Errors are measured in the bundle's own metric, and a weight
-gets the truncated SVD if its error is smaller than that of the approximation in the metric.
+U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. Errors are measured in the bundle's own metric. If the
+truncated SVD of a weight has a smaller error than the approximation in this metric, the truncated SVD is used.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ExportedMatrix:
     rank: int
     """Rank of the approximation."""
     method: ApproximationMethod
-    """factors: as stored in the vector, without error. svd: truncated singular value decomposition. metric: the best
-    approximation in the metric of the bundle."""
+    """How the weight is approximated: "factors" for the stored factors, which are exact; "svd" for the truncated
+    singular value decomposition; "metric" for the best approximation in the metric of the bundle."""
     error: float
     """‖W − U V‖ / ‖W‖."""
     metric_error: float | None
@@ -70,9 +70,9 @@ class LostParameter:
     parameter: str
     reason: str
     share: float
-    """Share of the parameter in ‖τ‖²."""
+    """Share of ‖τ‖² that is due to this parameter."""
     metric_share: float | None
-    """τᵀGτ of this parameter alone, relative to that of the vector; None without a bundle."""
+    """τᵀGτ of this parameter alone, relative to τᵀGτ of the whole vector; None without a bundle."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def _target(module: nn.Module, name: str, shape: tuple[int, ...], uses: Mapping[
 def _approximate(
     vector: TaskVector, name: str, rank: int, metric: BlockMetric | None
 ) -> tuple[LowRankPair | None, ExportedMatrix]:
-    """Returns the float32 factors of a weight, None if it does not change, and their errors."""
+    """Returns the float32 factors of a weight, or None if the weight does not change, and the approximation errors."""
     W = vector[name].reshape(vector[name].shape[0], -1).double()
     stored = vector.factors(name)
     size = metric.quadratic(W) if metric else 0.0

@@ -105,7 +105,7 @@ def add(
     on_progress: OnProgress = lambda done, total: None,
     **settings: Any,
 ) -> TaskVector:
-    """Merges task vectors into one on the scale of their sum.
+    """Merges task vectors into one vector, on the scale of their sum.
 
     Methods without bundles compute the result one parameter at a time when it is read or saved. "curvature",
     "regmean", "fisher" and "actmat" compute it at once; `about.method` of the result then contains the number of
@@ -120,7 +120,7 @@ def add(
             a factor multiplies the result by the same factor.
         bundles: Curvatures or paths of bundles, for the methods that need them: those of the vectors' tasks, in any
             order. A vector of several tasks needs a merged bundle of these tasks, or several bundles.
-        on_progress: Called with the number of blocks done and their total, by methods that compute the result at once.
+        on_progress: Called by methods that compute the result at once, with the number of blocks done and their total.
         **settings: Settings of the method, as listed above.
 
     Returns:
@@ -260,8 +260,8 @@ def refine(
         reg: One or several bundles of the other tasks; merged ones are allowed.
         strength: λ, the factor of the other tasks' curvature.
         damping: ε relative to the mean eigenvalue of the summed curvature of a block.
-        task_weights: "equal" gives every other task the weight one; "size" weights them by the sizes of their datasets,
-            with weights that average one.
+        task_weights: "equal" gives every other task the weight one; "size" weights them in proportion to the sizes of
+            their datasets, scaled to a mean of one.
         tolerance: Relative residual at which the iteration for a block stops.
         iterations: Maximum number of iterations per block.
         on_progress: Called with the number of blocks done and their total.
@@ -303,7 +303,7 @@ def _as_list(bundles: Mergeable | Iterable[Mergeable]) -> list[Mergeable]:
 def _match_bundles(
     tau: TaskVector, own: list[Mergeable], reg: list[Mergeable], method: RefineMethod
 ) -> list[MatchedBundle]:
-    """Checks the bundles and returns those of the vector for index 0, and those of the other tasks for index 1."""
+    """Checks the bundles, and assigns those of the vector to index 0 and those of the other tasks to index 1."""
     require_tasks(tau, "the vector")
     for name, bundles in (("own", own), ("reg", reg)):
         if not bundles:

@@ -4,8 +4,8 @@ One block of all vectors is in memory at a time. Blocks whose matrices are facto
 span of their factors, without forming a dense matrix: the matrix of a block is W_t = U_t V_t, with U_t (rows, r_t) and
 V_t (r_t, columns). With orthonormal bases Q_U (rows, k) of all U_t and Q_V (k, columns) of all V_t, every W_t is
 Q_U S_t Q_V with a core S_t. The objective of `merging/solve.py` over matrices of this form, W = Q_U S Q_V, is that of a
-block of size (k, k) with B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. Its minimum is the best merge within that span; the best
-of all matrices would in general have full rank.
+block of size (k, k) with B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. Its minimum is the best merge within that span; the
+minimum over all matrices would in general have full rank.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterSha
 
 
 def _extract_factors(pair: Factors, piece: Piece, shapes: ParameterShapes) -> Factors:
-    """Inverse of `_place_factors`: returns the factors of a parameter, whose rows outside of the piece are zero."""
+    """Inverse of `_place_factors`: returns the factors of a parameter, with zero rows outside of the piece."""
     shape = shapes[piece.parameter]
     height, width = piece.matrix_shape(shape)
     top, left = piece.at
@@ -218,7 +218,7 @@ class BlockMerger:
     Args:
         inputs: The vectors.
         shapes: Shapes of their parameters, by name.
-        prior: "sum", "mean" or "zero": the result in directions without curvature, in terms of the vectors.
+        prior: The result in directions without curvature: the "sum" or the "mean" of the vectors, or "zero".
         settings: Settings of the solver.
         bundles: The bundles. Their blocks may also cover parameters that the vectors do not contain.
     """

@@ -28,9 +28,9 @@ class MatchedBundle:
     input: MergeInput
     """The bundle."""
     vectors: tuple[int, ...]
-    """Indices of the vectors; several only if they contain the same tasks."""
+    """Indices of the vectors; more than one only if the vectors contain the same tasks."""
     weight: float
-    """Factor of its G in the objective."""
+    """Factor of the bundle's G in the objective."""
 
 
 def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
@@ -56,7 +56,7 @@ def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
 
 
 def require_tasks(vector: TaskVector, name: str) -> None:
-    """Checks that a vector records its task, without which no bundle can be assigned to it.
+    """Checks that a vector records its task; otherwise, no bundle can be assigned to it.
 
     Args:
         vector: The vector.
@@ -78,8 +78,8 @@ def match_bundles(
     Args:
         vectors: The vectors.
         inputs: The bundles.
-        equal_weights: Whether all tasks have the weight one, instead of weights in proportion to the sizes of their
-            datasets that average one.
+        equal_weights: Whether all tasks have the weight one. Otherwise, the weights are proportional to the sizes of
+            the datasets and scaled to a mean of one.
 
     Returns:
         One entry per bundle, in the order of the bundles.
@@ -112,8 +112,8 @@ def task_weights(inputs: Sequence[MergeInput], *, equal_weights: bool) -> list[f
 
     Args:
         inputs: The bundles.
-        equal_weights: Whether all tasks have the weight one, instead of weights in proportion to the sizes of their
-            datasets that average one.
+        equal_weights: Whether all tasks have the weight one. Otherwise, the weights are proportional to the sizes of
+            the datasets and scaled to a mean of one.
 
     Raises:
         KfacpackError: If the sizes are needed, but a bundle does not record the size of its dataset.

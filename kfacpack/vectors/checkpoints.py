@@ -453,7 +453,7 @@ def _splits(name: str) -> Iterable[tuple[str, str]]:
 
 
 def checkpoint_digest(path: Path, written: str) -> str:
-    """Returns a hash of a checkpoint: of the safetensors and JSON files of a folder, or of a file.
+    """Returns a hash of a checkpoint, which is a single file or the safetensors and JSON files of a folder.
 
     Args:
         path: The file or folder.
@@ -465,7 +465,7 @@ def checkpoint_digest(path: Path, written: str) -> str:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json"))
     else:
-        # The weights of an adapter are read with the configuration beside them.
+        # The weights of an adapter are read together with the configuration in the same folder.
         files = [file for file in (path, path.parent / "adapter_config.json") if file.is_file()]
     if not any(file.suffix == ".safetensors" for file in files):
         raise KfacpackError(f"{written}: no safetensors file; expected a checkpoint, a folder or a PEFT adapter")

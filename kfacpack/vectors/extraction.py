@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 FineTuned = str | os.PathLike[str] | Mapping[str, Tensor] | nn.Module
 """A fine-tuned model: a safetensors file, a folder, an `hf://` address, a state dict or a module."""
 OnNote = Callable[[str], None]
-"""Called with each note for the user, which is one sentence."""
+"""Called with each note for the user. A note is one sentence."""
 _FAR = 0.5
 
 
@@ -146,7 +146,7 @@ def _tasks(task: str | None) -> tuple[TaskEntry, ...]:
 
 
 def _checkpoints(finetuned: FineTuned, source: CheckpointTensors | Adapter) -> tuple[CheckpointEntry, ...]:
-    """Returns the entry of the checkpoint for the manifest; nothing for weights in memory."""
+    """Returns the entry of the checkpoint for the manifest; an empty tuple for weights in memory."""
     tensors = source.tensors if isinstance(source, Adapter) else source
     if not isinstance(finetuned, str | os.PathLike) or not tensors.containers:
         return ()
@@ -208,7 +208,7 @@ def _open(finetuned: FineTuned) -> CheckpointTensors | Adapter:
 def _checkpoint_changes(
     source: CheckpointTensors, weights: BaseWeights, on_note: OnNote, on_progress: OnProgress
 ) -> _Changes:
-    """Compares all tensors of a checkpoint with the base model; nothing is computed before names and shapes agree."""
+    """Compares all tensors of a checkpoint with the base model, after checking that names and shapes agree."""
     state = weights.state
     match = match_names(source.name, source.specs, state, lambda name, target: weights.fits(source.specs[name], target))
     match = _within_trained_tower(match, weights, on_note)
@@ -234,7 +234,7 @@ def _checkpoint_changes(
 
 
 def _within_trained_tower(match: NameMatch, weights: BaseWeights, on_note: OnNote) -> NameMatch:
-    """Leaves out the text tower if that of the base model is random, because only a vision tower was loaded."""
+    """Leaves out the text tower if it is random in the base model, of which only the vision tower was loaded."""
     model = weights.model
     if model.family != "open_clip" or model.encode_text is not None:
         return match
@@ -291,7 +291,7 @@ def _may_be_missing(name: str, match: NameMatch, weights: BaseWeights) -> bool:
     """Returns whether a checkpoint may lack a parameter of the base model.
 
     If the checkpoint is a vision tower, parameters outside of it may be missing. Otherwise, a part of the model may be
-    missing as a whole if it is frozen in training.
+    missing entirely if it is frozen in training.
     """
     for tower in TOWERS:
         if all(present.startswith(tower) for present in match.tensors):

@@ -7,8 +7,8 @@ A remainder makes θ0 + τ exact. τ is the difference θ − θ0 rounded to flo
 adding it to θ0 does not return θ. For such entries, a remainder holds the flat indices in ascending order and the
 values ρ = (θ − θ0) − τ in float64; (θ0 + τ) + ρ, evaluated in float64 and rounded once, is θ.
 
-A sparse change has the values of some elements; the others are zero. In files, the elements are marked in a bitmap
-whose lowest bit of the first byte belongs to the first element.
+A sparse change has the values of some elements; the others are zero. In files, the elements are marked in a bitmap. The
+lowest bit of its first byte belongs to the first element.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Remainder = tuple[Tensor, Tensor]
 SparseChange = tuple[Tensor, Tensor]
 """Flat indices (k,), int64, ascending; and values (k,), float32."""
 
-# A value that is smaller than every float32, but not zero. It turns a sum of +0 into −0 when it is rounded.
+# A value that is smaller than every float32, but not zero. Added to +0, it gives −0 after rounding.
 _NEGATIVE_ZERO = -(2.0**-1000)
 
 
@@ -124,8 +124,8 @@ def separate_sparse(
         masks: For some of the changes, a boolean tensor of the same shape that selects the elements that may change.
 
     Returns:
-        The changes that stay dense, because they have no mask or a sparse form would be larger; the sparse ones; and
-        the factors of those that do not change at all.
+        The changes that stay dense, because they have no mask or a sparse form would be larger; the sparse changes; and
+        factors of rank 0 for parameters that do not change at all.
 
     Raises:
         TaskVectorError: If a mask does not match its change, or an element outside the mask is not zero.
@@ -241,7 +241,7 @@ def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None)
 
 @torch.no_grad()
 def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | None]:
-    """Returns τ and its remainder such that `add_change` returns the second tensor bit for bit.
+    """Returns τ and its remainder such that `add_change` returns `tuned` bit for bit.
 
     Args:
         base: The parameter θ0, in float32 or a shorter float type.
@@ -266,7 +266,7 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
     exact = target.flatten()[index].double()
     value = (exact - base.flatten()[index].double()) - change.flatten()[index].double()
     partial = base.flatten()[index].double() + change.flatten()[index].double()
-    # The first expression rounds in float64 where the exponents are far apart; this one is then exact.
+    # The first value is rounded in float64 where the exponents are far apart; the alternative is then exact.
     value = torch.where(partial + value == exact, value, exact - partial)
     value[(exact == 0) & exact.signbit()] += _NEGATIVE_ZERO
     remainder = index, value

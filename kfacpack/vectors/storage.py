@@ -91,7 +91,7 @@ class VectorStorage(ABC):
     def rank(self, name: str) -> int | None:
         """Returns the rank of a parameter's factors; None if its change is stored as a dense tensor.
 
-        Override it if it is known without reading the factors.
+        Subclasses override this method if the rank is known without reading the factors.
 
         Args:
             name: Name of the parameter.
@@ -146,7 +146,7 @@ class VectorStorage(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole content of its file, or of the file to which it would be saved."""
+        """SHA-256 of the whole content of the vector's file, or of the file to which the vector would be saved."""
         return vector_digest(self.about, self, self.heads)
 
 
@@ -203,7 +203,7 @@ class InMemoryVector(VectorStorage):
 
 
 class FileVector(VectorStorage):
-    """A task vector in a file, which is memory-mapped.
+    """A task vector in a memory-mapped file.
 
     Args:
         path: The file.
@@ -459,7 +459,7 @@ def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> C
 
     Raises:
         BundleError: If the file cannot be read, or if a tensor is missing, has a wrong shape or type, or belongs to
-            another base model. The returned function raises it for values that are not finite.
+            another base model. The returned function raises this error for values that are not finite.
     """
     container = Container(path)
     if VECTOR.manifest in container.metadata:

@@ -80,7 +80,7 @@ class SummedChanges:
         return total if factors_are_smaller(total, shape) else None
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the concatenated factors of a parameter's change; None if a term is dense or they are too large."""
+        """Returns the concatenated factors of a parameter; None if a term is dense or the factors are too large."""
         if self.rank(name) is None:
             return None
         terms = []
@@ -97,7 +97,7 @@ class SummedChanges:
         return terms[0][1].remainder(name) if len(terms) == 1 and terms[0][0] == 1 else None
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the elements of a parameter's change; None if a term is dense or the sum is no longer smaller."""
+        """Returns the elements of a parameter's change; None if a term is dense or the sparse form is not smaller."""
         shape, terms = self.shapes[name], []
         for coefficient, storage in self._terms_of(name):
             if storage.rank(name) == 0:
@@ -159,7 +159,7 @@ def _check_unshared(one: AboutVector, other: AboutVector, names: str, parameter:
 
 
 def joint_base(bases: Iterable[Base]) -> Base:
-    """Returns the base model of a sum, which lists the parameters of all of its terms.
+    """Returns the base model of a sum, with the parameters of all of its terms.
 
     Args:
         bases: The base models, which agree in the parameters that they share.
@@ -189,7 +189,7 @@ def _insert_missing(parameters: Mapping[str, Parameter], others: Iterable[Parame
 
 
 def require_finite(coefficient: float) -> float:
-    """Returns a coefficient after checking that it is in the range of float32, which a product may exceed.
+    """Returns a coefficient after checking that it is in the range of float32; a product of coefficients may exceed it.
 
     Raises:
         TaskVectorError: If the coefficient is too large or NaN.

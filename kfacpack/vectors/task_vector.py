@@ -45,7 +45,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     """A task vector: a mapping from state-dict names to parameter changes in float32.
 
     Sums and multiples are lazy: `tv[name]` reads one tensor of each addend and sums them. The returned tensors must
-    not be modified in place. A change may be stored as the factors of a low-rank matrix, see `factors`.
+    not be modified in place. A change may be stored as the factors of a low-rank matrix; see `factors`.
 
     Args:
         tensors: The change of each parameter that `about.base` lists and that has no factors. Not copied.
@@ -119,8 +119,8 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         """Returns the task vector of a model that was fine-tuned elsewhere.
 
         The vector of a checkpoint is exact: `apply` returns the checkpoint's weights bit for bit. The vector of a LoRA
-        adapter consists of its factors. It covers the parameters that `kp.train` trains by default and all others that
-        differ, and its regime is "full".
+        adapter consists of its factors. In both cases, the vector covers the parameters that `kp.train` trains by
+        default and all others that differ, and its regime is "full".
 
         Args:
             base: The base model from `kp.load_model`, or its name.
@@ -207,12 +207,12 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the vector was trained in the linearised model and is used there instead of being added."""
+        """Whether the vector was trained in the linearised model, where it is used instead of being added to θ0."""
         return self.regime == "linear"
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole content of its file, or of the file to which it would be saved."""
+        """SHA-256 of the whole content of the vector's file, or of the file to which the vector would be saved."""
         if len(self._terms) == 1 and self._terms[0][0] == 1:
             return self._terms[0][1].digest
         return vector_digest(self.about, self._changes, self.heads)
@@ -241,7 +241,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
         Returns:
             U (m, r) and V (r, n) in float32, whose product is the change reshaped to (shape[0], -1), or None if the
-            change is a dense tensor. r = 0 means that the change is exactly zero. They must not be modified.
+            change is a dense tensor. r = 0 means that the change is exactly zero. The factors must not be modified.
         """
         return self._changes.factors(name)
 
@@ -261,7 +261,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     def sparse(self, name: str) -> SparseChange | None:
         """Returns the elements of a parameter's change, if it is stored as a sparse tensor.
 
-        A sum of sparse changes is sparse as long as that is smaller than the dense tensor.
+        A sum of sparse changes is sparse as long as this form is smaller than the dense tensor.
 
         Args:
             name: Name of the parameter.

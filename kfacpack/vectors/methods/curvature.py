@@ -7,8 +7,8 @@ For each block, with G_t the curvature of task t and W_t the matrix of α_t τ_t
 which `merging/solve.py` computes. The methods differ in G_t:
 
 - `curvature`: the G_t of the bundle, Σ B ⊗ A or a whole matrix.
-- `regmean` (Jin et al., 2023): I ⊗ A_t, from the inputs of the layer alone. As published, the off-diagonal entries of
-  A_t are reduced. Blocks without A take the value of the prior.
+- `regmean` (Jin et al., 2023): I ⊗ A_t, from the inputs of the layer alone. As in the publication, the off-diagonal
+  entries of A_t are reduced. Blocks without A take the value of the prior.
 - `fisher` (Matena and Raffel, 2022): the diagonal of G_t.
 - `actmat`: I ⊗ W_tᵀ W_t, from the vectors alone, for parameters with two dimensions. All others have the value of the
   prior.
@@ -16,9 +16,9 @@ which `merging/solve.py` computes. The methods differ in G_t:
 The prior W_0 determines the result in directions without curvature: there, `sum` is task arithmetic. All
 methods are linear in α.
 
-For `curvature`, ε has a second part, κ v / ‖τ‖², with the mean ‖τ‖² of the vectors and the scale v of f; κ v is a drift
-that hardly affects predictions. If the vectors change f a lot, this part is small compared with the curvature. If they
-change f little, there is little interference to remove, and the result is closer to the prior.
+For `curvature`, ε has a second part, κ v / ‖τ‖², where ‖τ‖² is the mean over the vectors and v the scale of f; κ v is a
+drift that hardly affects predictions. If the vectors change f a lot, this part is small compared with the curvature. If
+they change f little, there is little interference to remove, and the result is closer to the prior.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class BlockMethod(MergeMethod):
         return block_tasks(bundles, shapes, self.structure_of)
 
     def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
-        """Returns the G that the method uses in place of that of a bundle, or None if it does not use the block."""
+        """Returns the G that the method uses in place of the bundle's G, or None if it does not use the block."""
         return structure
 
 
@@ -245,7 +245,7 @@ class RefineMethod(MergeMethod):
 
         Args:
             inputs: The vector, and the same vector with α = 0, which is the target for the other tasks.
-            bundles: The bundles of the vector, for index 0, and those of the other tasks, for index 1.
+            bundles: The bundles of the vector, assigned to index 0, and those of the other tasks, assigned to index 1.
             on_progress: Called with the number of blocks done and their total.
         """
         from kfacpack.merging.solve import SolveSettings
@@ -276,7 +276,7 @@ def _shrink_off_diagonal(matrix: Matrix, share: float) -> Matrix:
 
 
 def _own_curvature(vector: MethodInput, name: str) -> BlockStructure:
-    """Returns I ⊗ WᵀW of a vector's matrix W, which does not depend on α."""
+    """Returns I ⊗ WᵀW for the matrix W of a vector, without its factor α."""
     import torch
 
     from kfacpack.curvature.blocks import Kronecker

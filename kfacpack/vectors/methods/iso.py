@@ -6,17 +6,18 @@ side by side, are replaced by the nearest matrix with orthonormal columns, and s
 diag(s) Vᵀ. Nothing is averaged: tasks whose singular vectors are orthogonal to each other are added unchanged, and a
 single vector is not changed.
 
-The paper multiplies the result by α and finds that 1 works without validation data. As in the authors' code, parameters
-with two dimensions are matrices. All others (biases, norms, tokens, convolution kernels) are summed here; the authors'
-code averages them, as does the setting `mean`.
+The paper multiplies the result by α and finds that 1 works without validation data. As in the authors' code, only
+parameters with two dimensions are treated as matrices. All others (biases, norms, tokens, convolution kernels) are
+summed here; the authors' code averages them, as does the setting `mean`.
 
 Isotropic merging (Marczak et al., 2025): Iso-C sums the matrices and replaces all singular values of the sum by their
 mean, which preserves the nuclear norm.
 
-Iso-CTS combines common and task-specific directions. The share `common` of the sum's singular vectors is kept. From
-each task's matrix the part in the span U of the common left vectors is removed, Δ_t − U Uᵀ Δ_t, and the largest
-singular vectors of the rest are added, equally many for each task, so that there are r in total. All are made
-orthogonal to each other, as in TSV-M, and get the mean of their singular values. For a single vector this is Iso-C.
+Iso-CTS combines common and task-specific directions. The share `common` of the sum's singular vectors is kept, and the
+part of each task's matrix in the span U of the common left vectors is removed, leaving Δ_t − U Uᵀ Δ_t. The leading
+singular vectors of the remaining parts are added, equally many for each task, so that there are r in total. All are
+made orthogonal to each other, as in TSV-M, and each of their singular values is replaced by the mean of these values.
+For a single vector this is Iso-C.
 
 The paper multiplies the result by α, chosen on validation data. Parameters that are not matrices are summed here; the
 authors' code averages them, as does the setting `mean`.

@@ -5,7 +5,7 @@ method averages unless its setting `mean` is true. A method is odd and homogeneo
 multiplies the result by c.
 
 A method is a dataclass; its fields are its settings, each declared by `setting`. The command line, plans and the
-documentation take names, defaults, ranges and help from there. The modules of methods import torch only when a
+documentation take names, defaults, ranges and help from these fields. The modules of methods import torch only when a
 method runs, because `kfacpack --help` imports them.
 
 Task arithmetic (Ilharco et al., 2023) is the sum Σ α_t τ_t.

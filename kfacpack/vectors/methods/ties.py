@@ -1,8 +1,8 @@
 """Methods that leave out entries: TIES and DARE.
 
 TIES (Yadav et al., 2023) trims, elects signs, and sums the entries that agree. For each vector, the share `keep` of its
-entries that are largest in magnitude is kept, counted over all its parameters together (entries equal to the smallest
-of these are kept as well). For each entry of the model, the sign of Σ α_t τ_t over the kept entries is elected; entries
+entries with the largest magnitudes is kept, counted over all its parameters together; ties with the smallest kept
+magnitude are kept as well. For each entry of the model, the sign of Σ α_t τ_t over the kept entries is elected; entries
 of that sign are summed and the others left out. If the sum is zero, no sign is elected and the result is zero.
 
 The paper takes the mean of the entries that agree and multiplies it by λ (1 without validation data). Here it is their
@@ -66,7 +66,7 @@ class TiesMethod(MergeMethod):
     def _total(
         self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str, elected: Tensor | None = None
     ) -> Tensor:
-        """Sums the kept entries of all vectors; with elected signs, only those that agree with them."""
+        """Sums the kept entries of all vectors; with elected signs, only those with the elected sign."""
         import torch
 
         total, count = torch.zeros(()), torch.zeros(())
