@@ -24,7 +24,7 @@ def run() -> None:
 def _null_stream() -> TextIO:
     """Returns a stream to the null device that replaces a closed stdout or stderr.
 
-    The stream keeps the file descriptor in use. Otherwise, the next opened file would get it.
+    The stream keeps the file descriptor in use. Otherwise, the next file to be opened would get this descriptor.
     """
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 

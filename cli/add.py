@@ -106,7 +106,7 @@ class SavedModelOutput(TypedDict):
     load: str
     """Command or call that loads the model."""
     note: str | None
-    """Explanation if the saved model and the model that was trained have different outputs; null otherwise."""
+    """Explanation, if the outputs of the saved model differ from those of the trained one; null otherwise."""
 
 
 class VectorOutput(TypedDict):
@@ -133,7 +133,7 @@ class SolvedBlockOutput(TypedDict):
 
     name: str
     curvature: bool
-    """Whether a bundle covers the block; if not, it takes the value of the prior."""
+    """Whether a bundle covers the block; if not, the block takes the value of the prior."""
     iterations: int
     """Number of iterations; 0 for a direct solution."""
     residual: float

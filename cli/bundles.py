@@ -173,7 +173,7 @@ def report_json(report: CompressionReport, size: int) -> CompressionOutput:
 
     Args:
         report: The report.
-        size: Bytes of the compressed file.
+        size: Size of the compressed file in bytes.
     """
     return {
         "dense_bytes": report.dense_bytes,
@@ -210,7 +210,7 @@ def print_report(report: CompressionReport, heading: str, size: int) -> None:
     Args:
         report: The report.
         heading: Text to print before the ratio.
-        size: Bytes of the compressed file.
+        size: Size of the compressed file in bytes.
     """
     from kfacpack.compression.compression_report import relative_error
 
@@ -373,7 +373,7 @@ class MergeErrorsOutput(TypedDict):
     """Relative errors in the Frobenius norm."""
 
     frobenius: float | None
-    """The approximation error; null if it is unknown, because a task was subtracted."""
+    """The approximation error; null if it is unknown because a task was subtracted."""
     bound: float | None
     """The paper's bound on the error; null if the merge is exact or the error is unknown."""
 

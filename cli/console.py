@@ -103,7 +103,7 @@ def plain_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
 
     Args:
         *headings: Headings of the left-aligned columns.
-        numbers: Headings of the right-aligned columns, which follow them.
+        numbers: Headings of the right-aligned columns, which come after the left-aligned ones.
     """
     table = Table(*headings, box=None, header_style="bold", pad_edge=False)
     for heading in numbers:
@@ -285,7 +285,7 @@ def loading(name: str, *, show: bool) -> AbstractContextManager[Any]:
 
 
 SIGNAL_INTERVAL = 1.0
-"""Number of seconds after the first signal in which further signals are ignored. On Ctrl-C, a process may receive one
+"""Time in seconds for which further signals are ignored after the first one. On Ctrl-C, a process may receive one
 signal from the terminal and another from its launcher."""
 
 

@@ -166,7 +166,7 @@ def estimate(
 ) -> None:
     """Estimate the curvature of a model on a task and write it to a bundle.
 
-    The curvature is the generalised Gauss-Newton matrix of f, the output of the model whose change it measures.
+    The curvature is the generalised Gauss-Newton matrix of f, the model output whose change the curvature measures.
 
     Ctrl-C stores the state beside the output. With --resume, the command continues from there, and the result has the
     same bytes as without the interruption. Processes started by torchrun or accelerate share the work:

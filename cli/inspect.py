@@ -111,7 +111,7 @@ class VectorParameterOutput(TypedDict):
     rank: int | None
     """Rank of the factors; 0 if the parameter does not change, null for a dense change."""
     remainder: int | None
-    """Number of elements with a float64 remainder, which makes extracted checkpoints exact; null if there are none."""
+    """Number of elements that need a float64 remainder to make extracted checkpoints exact; null if there are none."""
     entries: int | None
     """Number of elements of a sparse change; null for other forms."""
     bytes: int

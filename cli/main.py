@@ -86,7 +86,7 @@ def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
 
 
 WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-"""Errors without a file name that occur when output is written."""
+"""Error numbers of exceptions that are raised when output is written, and that name no file."""
 
 
 class CommandGroup(PlainHelp, TyperGroup):

@@ -388,7 +388,10 @@ def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvatu
 
 
 def _measured_tasks(curvatures: Mapping[str, Curvature], data: Sequence[str], *, measured: bool) -> list[str]:
-    """Returns the tasks with an unmerged bundle whose drift is measured: those with --data, or all if `measured`."""
+    """Returns the tasks whose drift is measured.
+
+    These are the tasks with an unmerged bundle: all of them if `measured`, otherwise those with --data.
+    """
     tasks = [name for name, curvature in curvatures.items() if curvature.about.source]
     if measured and not tasks:
         raise KfacpackError("--measured requires a bundle of a single task, but every bundle is merged")

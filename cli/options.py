@@ -47,9 +47,9 @@ def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any
 
 
 IMPLIED_VALUES = {"--ray": "auto"}
-"""Options whose value may be omitted, with the value that is used in this case."""
+"""Options whose value may be omitted, with the values that are used in this case."""
 PLAN_SUFFIXES = (".yaml", ".yml")
-"""Endings of a plan, which is an argument of the command even if it follows one of these options."""
+"""Endings of plan file names. A word with such an ending is the plan even if it follows one of these options."""
 
 
 def output_option(metavar: str, default: Any = ..., help: str = "Output file.") -> Any:
@@ -272,7 +272,7 @@ def model_arguments(base: Base) -> tuple[str, ...]:
 def task_arguments(tasks: Iterable[str]) -> tuple[str, ...]:
     """Returns the arguments of `kfacpack eval` for tasks, for suggested commands.
 
-    Vectors do not record where the data of a task is, so that tasks without a registered name get a placeholder.
+    Vectors do not record where the data of a task is, so tasks without a registered name get a placeholder.
     """
     from kfacpack.tasks.registry import is_registered
 

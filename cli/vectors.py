@@ -68,7 +68,7 @@ class ExtractOutput(TypedDict):
     ranks: list[int]
     """Distinct ranks of the factors, in ascending order."""
     remainders: int
-    """Number of parameters with a float64 remainder, which makes the extracted checkpoint exact."""
+    """Number of parameters that need a float64 remainder to make the extracted checkpoint exact."""
     notes: list[str]
     """Differences between the checkpoint and the base model that do not prevent extraction."""
 
@@ -211,8 +211,8 @@ def refine(
 ) -> None:
     """Reduce the effect of a task vector on other tasks, so that it can be added to their vectors.
 
-    The result has little effect on the outputs of the other tasks, and changes those of its own task as little as
-    possible. No data and no training are needed.
+    The result has little effect on the outputs of the other tasks. On its own task, its effect stays as close as
+    possible to that of the original vector. No data and no training are needed.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import refine as refine_vector

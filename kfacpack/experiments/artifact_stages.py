@@ -52,7 +52,7 @@ class EstimateStage(BundleStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, which is the file name without key and suffix."""
+        """Name of the stage: the file name without key and suffix."""
         return f"{self.task}.{self.variant}"
 
     @property
@@ -131,7 +131,7 @@ class CompressStage(BundleStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, which is the file name without key and suffix."""
+        """Name of the stage: the file name without key and suffix."""
         return f"{self.bundle.name}.{self.codec}"
 
     @property
@@ -194,7 +194,7 @@ class MergeStage(BundleStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, which is the file name without key and suffix."""
+        """Name of the stage: the file name without key and suffix."""
         first = self.bundles[0]
         rank = f"-{self.rank}" if self.rank > 1 else ""
         protected = "" if len(self.bundles) > 1 else f"{first.task}-"
@@ -202,7 +202,7 @@ class MergeStage(BundleStage):
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """Stages whose files this one reads."""
+        """Stages whose files this stage reads."""
         return self.bundles
 
     def settings(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class TaskVectorStage(VectorStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, which is the file name without key and suffix."""
+        """Name of the stage: the file name without key and suffix."""
         return f"{self.task}.{self.variant}"
 
     @property
@@ -269,7 +269,7 @@ class TrainStage(TaskVectorStage):
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """Stages whose files this one reads."""
+        """Stages whose files this stage reads."""
         return tuple(stage for stage in (self.merged, self.mask) if stage)
 
     @property
@@ -418,17 +418,17 @@ class AddStage(VectorStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, which is the file name without key and suffix."""
+        """Name of the stage: the file name without key and suffix."""
         return f"{self.method.label}.{self.vectors[0].variant}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """Stages whose files this one reads."""
+        """Stages whose files this stage reads."""
         return (*self.vectors, *self.bundles)
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the content of the file."""
-        # Defaults are included, so that a file of a version with other defaults is not reused.
+        # Defaults are included, so that a file written by a version with other defaults is not reused.
         settings = self.method.all_settings
         return {"method": self.method.name, **({"settings": settings} if settings else {})}
 
@@ -453,6 +453,6 @@ class AddStage(VectorStage):
 
 
 def _setting_option(key: str, value: object) -> tuple[object, ...]:
-    """Returns the option of `kfacpack add` for a setting of a method: only a flag for true, nothing for false."""
+    """Returns the `kfacpack add` option for a setting of a method: a bare flag for true, nothing for false."""
     flag = f"--{key.replace('_', '-')}"
     return ((flag,) if value else ()) if isinstance(value, bool) else (flag, value)

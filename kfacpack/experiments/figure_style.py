@@ -1,4 +1,4 @@
-"""The common style of all figures (two colour themes, one font, sizes for narrow screens), and saving them to files.
+"""The style shared by all figures (two colour themes, one font, sizes for narrow screens), and functions to save them.
 
 The same figure always gives the same bytes.
 """

@@ -84,8 +84,8 @@ def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme:
     without any vectors.
 
     Args:
-        data: A pair of tasks, the values of α, and ξ, whose rows correspond to the α of the first task and whose
-            columns correspond to the α of the second.
+        data: A pair of tasks, the values of α, and ξ. The rows of ξ correspond to the α of the first task, and its
+            columns to the α of the second.
         top: Upper end of the colour scale; None for the largest ξ.
         theme: Name of the colour theme.
     """
@@ -208,7 +208,7 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     """Draws measured drift (mean ‖Δf‖²) against predicted drift (τᵀGτ), for pairs of vector and task and for layers.
 
     Args:
-        data: `{"pairs": […], "layers": […]}`, entries with vector, task, predicted and measured drift.
+        data: `{"pairs": […], "layers": […]}`. Each entry has vector, task, predicted and measured drift.
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)
@@ -250,7 +250,7 @@ def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     A frame marks the cells whose bundle contains the vector's own task.
 
     Args:
-        data: `{"vectors": […], "tasks": […], "pairs": […]}`, where pairs have vector, task, own and predicted drift.
+        data: `{"vectors": […], "tasks": […], "pairs": […]}`. Each pair has vector, task, own and predicted drift.
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)
@@ -316,7 +316,7 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     Up to `MAX_LABELLED` lines are labelled individually; more are coloured by side.
 
     Args:
-        data: `{"blocks": […]}`, entries with name, side, ranks and eigenvalues.
+        data: `{"blocks": […]}`. Each entry has name, side, ranks and eigenvalues.
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)

@@ -62,7 +62,7 @@ class StageWorker(ABC):
 
     Args:
         number: Number of the worker, from 1.
-        device: Device of its model.
+        device: Device of the worker's model.
         log: File with the output of the worker, or a description of its location.
     """
 
@@ -285,7 +285,7 @@ class Scheduler:
 
 
 def _used_by(stage: Stage) -> set[str]:
-    """Returns the tasks and the inputs of a stage, by name and key."""
+    """Returns the name of the stage's task, if it has one, and the keys of its inputs."""
     return {task for task in (getattr(stage, "task", None),) if task} | {dependency.key for dependency in stage.inputs}
 
 
@@ -309,10 +309,10 @@ class ProcessWorker(StageWorker):
 
     Args:
         number: Number of the worker, from 1.
-        device: Device of its model.
+        device: Device of the worker's model.
         log: File that receives the worker's output, once the run has started.
         setup: The plan and the other settings of the run.
-        variables: Environment variables of the process, in addition to those of this one.
+        variables: Environment variables of the worker process, in addition to those of the current process.
     """
 
     def __init__(

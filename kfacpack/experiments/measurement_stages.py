@@ -108,7 +108,7 @@ class SweepStage(MeasurementStage):
         }
 
     def cost(self) -> float:
-        """Returns the cost: a linearised pass counts as three ordinary passes; other regimes need a pass for each α."""
+        """Returns the cost. A linearised pass counts as three ordinary passes; other regimes need one pass per α."""
         return _passes(self, self.vector.arm, self.alphas) * count_examples(self, self.task, self.split)
 
     def scores(self) -> list[Score]:
@@ -140,7 +140,7 @@ class NegationStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, which is that of the vector."""
+        """Name of the stage: the name of the vector's stage."""
         return self.vector.name
 
     @property
@@ -190,7 +190,7 @@ class NegationStage(MeasurementStage):
 
 
 def _passes(stage: MeasurementStage, arm: str, alphas: Sequence[float]) -> float:
-    """Returns the cost per example of all α, in ordinary forward passes."""
+    """Returns the cost of evaluating one example at all α, in ordinary forward passes."""
     return 3.0 if stage.context.plan.regime_of(arm) == "linear" else len(alphas)
 
 
@@ -207,7 +207,7 @@ def require_no_class_measurement(evaluation: EvaluationSection) -> None:
 
 
 def perplexity_entry(result: Score) -> dict[str, float]:
-    """Returns the perplexity as an entry of the results; nothing for a task with classes."""
+    """Returns the perplexity as an entry of the results; empty for a task with classes."""
     return {} if result.perplexity is None else {"perplexity": result.perplexity}
 
 

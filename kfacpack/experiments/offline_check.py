@@ -1,8 +1,8 @@
 """Checks all stages of a plan without weights or data, and forecasts shapes, file sizes and the time on a named GPU.
 
 The model has random weights. Published tasks are replaced by stand-ins with as many examples and classes as the data on
-the Hub, but blank images or texts. All stages are built from these, with their keys, commands and costs. File sizes are
-computed from shapes. Times are extrapolated from the counted operations of a forward pass and the speed of the GPU.
+the Hub, but with blank images or texts. All stages are built from these, with their keys, commands and costs. File
+sizes are computed from shapes. Times are extrapolated from the counted operations of a forward pass and the GPU speed.
 """
 
 from __future__ import annotations

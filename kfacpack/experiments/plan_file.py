@@ -19,7 +19,7 @@ from kfacpack.training.penalty_weights import STRENGTH
 
 _MAX_BYTES = 1 << 20
 _SCALES = "scales"
-"""Key of a plan that contains settings for other sizes of the same comparison."""
+"""Plan key whose value contains settings for other sizes of the same comparison."""
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
 
@@ -119,7 +119,7 @@ def _scaled_text(text: str, path: Path, scale: str) -> str:
 
 
 def _overridden(settings: Any, override: Any) -> Any:
-    """Returns settings overridden by others. Mappings are merged; null removes a key."""
+    """Returns settings with overrides applied. Mappings are merged; null removes a key."""
     if not isinstance(settings, dict) or not isinstance(override, dict):
         return override
     merged = {key: value for key, value in settings.items() if override.get(key, ...) is not None}

@@ -157,7 +157,7 @@ class TrainingSection(PlanSection):
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] | None = None
     """Share of the weights that the regime `sparse` trains."""
     mask: Literal["data", "bundles"] = "data"
-    """Selection of the weights of the regime `sparse`: on validation examples, or by the other tasks' bundles."""
+    """How the weights of the regime `sparse` are selected: on validation examples, or by the other tasks' bundles."""
 
     @property
     def key(self) -> dict[str, Any]:

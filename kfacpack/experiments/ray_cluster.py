@@ -1,8 +1,8 @@
 """Workers on a Ray cluster.
 
-A worker is a Ray actor with the resources of one stage: its threads as CPUs, a GPU if the model is on one, and the
-forecast memory. Files are transferred through Ray's object store: the scheduler reads the inputs of a stage from the
-folder of the run, and writes the files that the actor returns. The nodes of the cluster need no shared file system.
+A worker is a Ray actor that reserves the resources of one stage: one CPU per thread, a GPU if the model is on one, and
+the forecast memory. Files are transferred through Ray's object store: the scheduler reads the inputs of a stage from
+the folder of the run, and writes the files that the actor returns. The nodes of the cluster need no shared file system.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class RayWorker(StageWorker):
 
     Args:
         number: Number of the worker, from 1.
-        device: Kind of the device of its model.
+        device: Kind of device of the worker's model.
         root: Folder of the run.
         actor: The handle of the actor.
         contents: References to the files in the object store, by name; shared by all workers.
@@ -185,7 +185,7 @@ class RayWorker(StageWorker):
         return {**super().location(), "node": self.node}
 
     def start(self, stage: Stage) -> None:
-        """Sends the key of the stage, and those of its files that the actor does not have yet."""
+        """Sends the key of the stage, and the files of the stage that the actor does not have yet."""
         files = [*(dependency.path for dependency in stage.inputs), *_own_files(stage)]
         names = [str(file.relative_to(self._root)) for file in files]
         names = [name for name in dict.fromkeys(names) if name not in self._sent]
@@ -344,7 +344,7 @@ class RayPool(WorkerPool):
         return [*({"event": "warning", "text": text} for text in texts), message]
 
     def _start_workers(self) -> None:
-        """Starts as many workers as the nodes have resources for, and at least one, which may wait for a node."""
+        """Starts as many workers as the nodes have resources for, but at least one, which may have to wait."""
         fitting = [
             min(int(node["Resources"].get(name, 0) // amount) for name, amount in self._resources.items())
             for node in ray.nodes()

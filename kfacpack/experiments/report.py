@@ -22,7 +22,7 @@ def render_page(report: ReportContent, drawings: Mapping[str, Mapping[str, bytes
 
     Args:
         report: The content of the page.
-        drawings: Contents of SVG files, by the name of the figure's file and by theme.
+        drawings: Contents of SVG files, by name of the figure's file and by theme.
     """
     # Imported here, so that invalid results are reported without waiting for Jinja and Matplotlib.
     from jinja2 import Environment, StrictUndefined
@@ -92,7 +92,7 @@ def report(
     Args:
         run_dir: Folder of a run, with `results.json` and, optionally, `times.json`.
         output: The page to write. Its name must end in `.html`, and its folder must exist.
-        on_progress: Called with the number of figures drawn and their total.
+        on_progress: Called with the number of figures drawn so far and the total number.
 
     Returns:
         The path of the page.

@@ -62,7 +62,7 @@ def headline(results: Results) -> list[Cell]:
 
 
 def _perplexity_sentences(best: Summary, plain: Summary | None) -> list[Cell]:
-    """Returns the perplexities of an arm, and of one without a penalty; nothing if no task has completions."""
+    """Returns sentences on the perplexity of an arm and of the arm without a penalty; empty without completions."""
     sentences = []
     for row in (best, *([plain] if plain and plain != best else [])):
         if row.added_perplexity is not None:
@@ -121,7 +121,7 @@ def summary(results: Results) -> Section:
 
 
 def _removed_note(results: Results) -> str:
-    """Returns the explanation of the column "removed", which only results with negation have."""
+    """Returns the explanation of the column "removed"; empty if the results contain no negation."""
     if all(row.removed is None for row in results.summary):
         return ""
     return " “Removed” is the fraction of a task's margin over chance that is lost when its vector is subtracted."

@@ -25,7 +25,7 @@ from kfacpack.format.units import (
 
 
 def file_name(figure: str, number: int, *names: str) -> str:
-    """Returns a file name such as `figure-1-arm-task`, of lower-case letters, digits and dashes only."""
+    """Returns a file name such as `figure-1-arm-task`, consisting of lower-case letters, digits and dashes only."""
     words = (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:24] for name in names)
     return "-".join((figure, str(number), *filter(None, words)))
 
@@ -52,7 +52,7 @@ _FORMATTERS: dict[str, Callable[..., str]] = {
 
 
 class ReportModel(BaseModel):
-    """Base class of the parts of a report, which are immutable."""
+    """Base class of the parts of a report. Its instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -128,7 +128,7 @@ class ReportContent(ReportModel):
     format: Literal["kfacpack.report/1"] = "kfacpack.report/1"
     title: str
     headline: list[Cell]
-    """One or two sentences, divided into text and numbers."""
+    """One or two sentences, divided into cells of text and numbers."""
     sections: list[Section]
 
 

@@ -276,7 +276,7 @@ def spread(values: list[float]) -> float:
 
 
 class StageEvent(TypedDict):
-    """A line of `events.jsonl`, which `--events` also prints to stderr."""
+    """An event: one line of `events.jsonl`. With `--events`, it is also printed to stderr."""
 
     time: float
     """Time of the event, in seconds since 1970-01-01 UTC."""
@@ -290,7 +290,7 @@ class StageEvent(TypedDict):
     device: str
     """Device of the stage's model."""
     node: NotRequired[str]
-    """Address of the machine, on a Ray cluster."""
+    """Address of the machine; only on a Ray cluster."""
     seconds: NotRequired[float]
     """Duration of a finished stage."""
     error: NotRequired[str]

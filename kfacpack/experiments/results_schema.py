@@ -42,7 +42,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class ResultModel(BaseModel):
-    """Base class of the parts of `results.json` and `times.json`, which are immutable."""
+    """Base class of the parts of `results.json` and `times.json`. Its instances are immutable."""
 
     # Extra keys lead to a warning only: a newer version may have added them.
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -79,7 +79,7 @@ class DisentanglementResult(ResultModel):
 
 
 class Quantiles(ResultModel):
-    """Mean and the 5, 25, 50, 75 and 95 % quantiles of ‖Δf‖² over examples."""
+    """Mean and 5, 25, 50, 75 and 95 % quantiles of ‖Δf‖² over examples."""
 
     examples: NonNegativeInt
     mean: FiniteFloat
@@ -160,7 +160,7 @@ class NegatedTask(ResultModel):
     control: FiniteFloat
     control_before: FiniteFloat
     control_task: str | None = None
-    """The control task, which differs from that of the other tasks when the control itself is negated."""
+    """The control task: that of the plan or, if this task is itself negated, its substitute."""
 
 
 class NegationResult(ResultModel):
@@ -178,7 +178,7 @@ class TaskAccuracy(ResultModel):
     normalized: FiniteFloat | None
     examples: NonNegativeInt | None = None
     perplexity: FiniteFloat | None = None
-    """Perplexity per token for a task with completions, whose accuracy is that of tokens; null for one with classes."""
+    """Perplexity per token for a task with completions, whose accuracy is also per token; null for one with classes."""
 
 
 class BestAlpha(ResultModel):
@@ -243,7 +243,7 @@ class ArmResult(ResultModel):
     settings: dict[str, Any] | None = None
     """Settings of the arm that override those of the plan."""
     bundle_bytes: FiniteFloat | None = None
-    """Mean size of the bundles of the penalty, one for each task."""
+    """Mean size of the bundles that the penalty uses (one bundle per task)."""
     seeds: list[SeedResult] = Field(min_length=1)
 
 

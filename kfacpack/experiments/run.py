@@ -260,7 +260,7 @@ def run(
 
     Args:
         plan: Path of the plan, a YAML file.
-        output: Folder of the run; by default the plan's name in the current folder. Existing files are
+        output: Folder of the run. Defaults to a folder in the current one, named after the plan. Existing files are
             not computed again.
         device: Device of the model; `"auto"` is the first GPU, if there is one.
         show: Called for each stage that is executed; returns a context manager with the progress callback.
@@ -270,7 +270,7 @@ def run(
         threads: Number of threads of each stage, which affects rounding. Defaults to OMP_NUM_THREADS or, if that is not
             set, to a number that depends on the size of the model.
         ray: Address of a Ray cluster that computes the stages; `"auto"` finds a running cluster or else starts one on
-            this machine, `"local"` always starts one. `jobs` is then the maximum number of workers, None for as many
+            this machine; `"local"` always starts one. `jobs` is then the maximum number of workers, None for as many
             as the cluster has resources for.
         scale: Entry of the plan's `scales` that overrides its settings.
 
@@ -302,9 +302,9 @@ class Run:
         text: The plan's YAML text, which is recorded in the results.
         root: Folder of the run.
         device: Device of the model.
-        jobs: Number of processes that compute stages, no more than fit into memory; None for the default, see
-            `default_jobs`. With several, the constructor may start them; use the object as a context manager, which
-            terminates them.
+        jobs: Maximum number of processes that compute stages, reduced if they do not fit into memory; None for the
+            default, see `default_jobs`. With several, the constructor may start them; use the object as a context
+            manager to terminate them.
         threads: Number of threads of each stage; None for the default, see `stage_threads`.
         ray: Address of a Ray cluster that computes the stages, see `RayPool`; None for processes on this machine.
 
@@ -364,7 +364,7 @@ class Run:
         return [stage for stage in self.stages if not stage.done]
 
     def forecast(self) -> dict[str, float]:
-        """Estimates the duration of each pending stage, if it runs alone, from the speed of one batch.
+        """Estimates, from the speed of one batch, how long each pending stage takes if it runs alone.
 
         Returns:
             Seconds by stage key.
@@ -391,7 +391,7 @@ class Run:
 
         Args:
             show: Called for each stage that is executed; returns a context manager with the progress callback.
-            stopped: Function that returns True when the run should stop, which may be in the middle of a stage.
+            stopped: Function that returns True when the run should stop, possibly in the middle of a stage.
             on_event: Called with each event of a stage, as written to `events.jsonl`.
 
         Returns:

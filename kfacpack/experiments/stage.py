@@ -124,7 +124,7 @@ class StageProgress:
         self.progress(done, total, "")
 
     def interruptible(self) -> StageProgress:
-        """Returns callbacks for work without checkpoints: reporting progress raises `Interrupted` when stopped."""
+        """Returns callbacks for work without checkpoints. Once a stop is requested, `progress` raises `Interrupted`."""
 
         def progress(done: int, total: int, status: str) -> None:
             self.progress(done, total, status)
@@ -139,7 +139,7 @@ class Stage(ABC):
     """A unit of work of a run, with one output file."""
 
     kind: ClassVar[str]
-    """Folder of the files of this kind of stage."""
+    """Folder for the files of this kind of stage."""
     suffix: ClassVar[str] = ".json"
     purpose: ClassVar[str]
     """Purpose of this kind of stage, in one short line."""

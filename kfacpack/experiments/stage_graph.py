@@ -50,7 +50,7 @@ class ArmRun:
     sums: dict[str, dict[str, SweepStage]]
     """Stages that evaluate the combined vectors on the test splits, by label of the merge method and by task."""
     validation: dict[str, dict[str, SweepStage]]
-    """Stages that evaluate them on the validation splits, for the methods that are evaluated at every α."""
+    """Stages that evaluate the combined vectors on the validation splits, for methods that are evaluated at every α."""
     negated: dict[str, NegationStage]
     """Stages that negate the vectors, by task."""
     pairs: tuple[DisentanglementStage, ...]

@@ -31,7 +31,7 @@ _PROGRESS_SECONDS = 0.1
 
 
 def run_setup(plan: Plan, text: str) -> dict[str, Any]:
-    """Returns the settings for building the context of a run in another process, as JSON; see `open_context`.
+    """Returns JSON settings from which another process builds the context of the run; see `open_context`.
 
     Args:
         plan: The plan.

@@ -118,7 +118,7 @@ def _summarise_checkpoint(checkpoint: CheckpointEntry) -> str:
 
 
 def _summarise_storage(manifest: VectorManifest) -> Iterator[str]:
-    """Yields the number of parameters by the form in which their change is stored."""
+    """Yields a description of each storage form, with the number of parameters in this form."""
     ranks = [entry.rank for entry in manifest.storage if entry.rank]
     if ranks:
         span = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
@@ -370,7 +370,7 @@ def model_option(base: Base) -> str | None:
 
 
 _TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _open_clip_id), "timm": (".", _timm_id)}
-"""By prefix of `--model`: the separator between name and tag, and the function that returns the Hub id."""
+"""For each prefix of `--model`, the separator between name and tag, and the function that returns the Hub id."""
 
 
 def model_from_option(option: str) -> tuple[str, str]:

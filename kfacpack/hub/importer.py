@@ -41,9 +41,9 @@ class ImportResult:
     parameters: int
     """Number of covered parameters."""
     examples: int
-    """Number of examples of the estimate."""
+    """Number of examples used for the estimate."""
     positions: int
-    """Number of positions R of the layers that process every token."""
+    """Number of positions R per example in layers that process every token."""
     weights_compared: bool
     """Whether it could be verified from the factors that they were computed at the model's weights."""
     left_out: tuple[tuple[str, str], ...]
@@ -65,7 +65,7 @@ class HubFolder(NamedTuple):
     """Path in the repository; empty for the whole repository."""
     revision: str | None
     cached: Path | None = None
-    """Local snapshot of the repository, which may be incomplete; set if the Hub cannot be reached."""
+    """Local, possibly incomplete snapshot of the repository; set if the Hub cannot be reached."""
 
     def __str__(self) -> str:
         at = f"@{self.revision}" if self.revision else ""
@@ -104,7 +104,7 @@ def list_files(location: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]
     """Lists the files of a folder, without subfolders.
 
     Returns:
-        The location of the files, which is the cache if the Hub cannot be reached, and their names.
+        The location of the files (the cache if the Hub cannot be reached) and their names.
 
     Raises:
         HubError: If the repository cannot be read and is not cached.
@@ -150,7 +150,7 @@ def fetch_files(location: Path | HubFolder, names: Iterable[str]) -> tuple[Path,
 
 WORKER = Path(__file__).with_name("unpickle_worker.py")
 TIMEOUT_SECONDS = 60
-"""CPU time limit of the worker process, plus the time for reading the files at `MIN_BYTES_PER_SECOND`."""
+"""CPU time limit of the worker process, not including the time for reading the files; see `MIN_BYTES_PER_SECOND`."""
 MIN_BYTES_PER_SECOND = 20e6
 SINGLE_TENSOR = "tensor"
 """Name of the tensor of a file that contains a single tensor instead of a dictionary."""
@@ -184,11 +184,11 @@ def read_pickle(files: Mapping[str, Path], scratch: Path) -> Iterator[dict[str, 
     """Context manager that reads the tensors of files written by `torch.save`, in a separate process.
 
     Args:
-        files: Paths of the files, by arbitrary keys.
-        scratch: Folder for temporary copies of the tensors, which are deleted when the context is left.
+        files: Paths of the files. The keys are arbitrary.
+        scratch: Folder for temporary copies of the tensors. The copies are deleted when the context is left.
 
     Yields:
-        The tensors of each file, by key.
+        The tensors of each file, under the key of the file.
 
     Raises:
         KfacpackError: If a file cannot be read, or contains anything but tensors.

@@ -11,7 +11,7 @@ examples; the last two contain N. With a, g, v, s as in section 6 of the spec, a
 where s runs over M Gaussian directions, without division by M, or over the C unit vectors. With w = 1/M or 1, A is
 therefore aaT / N, B is w R/N · ggT (w/N · ggT for the projection), and G is w/N · ffT.
 
-The tower is OpenAI's, with attention implemented by linear layers, which changes the names of parameters.
+The tower is OpenAI's. Its attention is implemented by linear layers, so some parameter names differ from open_clip's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class MammothLayer:
     mammoth_name: str
     """Name in mammoth's files."""
     positions: int
-    """Number of positions R, or 1 if the sums are not divided by it."""
+    """Number of positions R, or 1 if the sums are not divided by R."""
     kronecker: bool
     """Whether the block is a Kronecker product instead of one whole matrix."""
 
@@ -93,7 +93,7 @@ def layers_of(model: Model) -> list[MammothLayer]:
     """Returns the blocks that are published for a model, in the order of its state dict.
 
     Raises:
-        KfacpackError: If the model has no vision tower of CLIP.
+        KfacpackError: If the model has no CLIP vision tower.
     """
     state = model.module.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith(TOWER)}
@@ -109,7 +109,10 @@ def layers_of(model: Model) -> list[MammothLayer]:
 def _layer(
     name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], positions: int
 ) -> MammothLayer | None:
-    """Returns the block of a parameter, or None if it has none of its own, such as a bias joined to its weight."""
+    """Returns the block of a parameter, or None if the parameter has no block of its own.
+
+    For example, a bias that is joined to its weight has none.
+    """
     inner = name.removeprefix(TOWER)
     if inner == PROJECTION:
         join = Join(rows=shape[1], columns=shape[0], pieces=(Piece(parameter=name, view="transposed"),))
@@ -239,7 +242,7 @@ def _compare_weights(files: Mapping[str, UnpickledTensors], model: Model) -> boo
 class ScaledTensors(MatrixTensors):
     """A factor multiplied by a number, in float32.
 
-    It is computed every time it is read, so that only one is in memory at a time.
+    The product is computed on every access, so that only one is in memory at a time.
     """
 
     def __init__(self, tensors: UnpickledTensors, name: str, factor: float):
@@ -301,7 +304,7 @@ def import_mammoth(
     dataset_size: int | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> ImportResult:
-    """Converts the published factors of one task into a bundle, which is written atomically.
+    """Converts the published factors of one task into a bundle and writes it atomically.
 
     Args:
         source: The folder with the files, or `hf://owner/repo/folder`.
@@ -312,9 +315,9 @@ def import_mammoth(
         fisher: "mc" if the factors were computed with random directions, "exact" if they were computed with all
             directions. The files do not record it.
         samples: Number of random directions for "mc". The files do not record it.
-        params: Names or patterns of the parameters to import. Defaults to all that the model's family does not freeze.
-        dataset_size: Size of the whole dataset, which is the task's weight in a merge.
-        on_progress: Called with the number of written tensors and the number of all tensors.
+        params: Names or patterns of the parameters to import. Defaults to all that the model family does not freeze.
+        dataset_size: Number of examples in the whole dataset. This is the weight of the task in a merge.
+        on_progress: Called with the number of tensors written so far and the total number.
 
     Returns:
         A summary of the import.
@@ -370,7 +373,7 @@ def import_mammoth(
 
 
 def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequence[str] | None) -> list[MammothLayer]:
-    """Returns the layers with selected parameters, of which either all or none must be selected."""
+    """Returns the layers with selected parameters. A layer's parameters must be selected either all or not at all."""
     selected = select_parameters(model.module, params, model.frozen)
     published = {name for layer in layers for name in layer.parameters}
     if params is None and (other := [name for name in selected if name not in published]):

@@ -1,6 +1,7 @@
-"""Uploads to the Hub: `kp.push`, and `from_pretrained`, `save_pretrained` and `push_to_hub` of curvatures and vectors.
+"""Uploads to and downloads from the Hub: `kp.push`, `from_pretrained`, `save_pretrained` and `push_to_hub`.
 
-`push` verifies bundles and task vectors and uploads them with a model card.
+`push` verifies bundles and task vectors and uploads them with a model card. The other functions implement methods of
+curvatures and task vectors.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def push(
         license: License identifier of the Hub for the card's metadata.
         base_model: Hub id of the base model for the card's metadata.
         dry_run: Whether to prepare everything without uploading.
-        on_progress: Called with the name of a check, the number of items checked so far and their total.
+        on_progress: Called with the name of a check, the number of items checked so far and the total number.
 
     Returns:
         The files, the card and the commit.
@@ -303,7 +304,7 @@ def push_to_hub(
     license: str | None = None,
     base_model: str | None = None,
 ) -> PushResult:
-    """Uploads an artifact and a model card to a repository on the Hub, which is created if it does not exist.
+    """Uploads an artifact and a model card to a Hub repository, which is created if it does not exist.
 
     Args:
         artifact: The curvature or task vector to upload.

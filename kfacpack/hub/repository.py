@@ -1,7 +1,7 @@
 """Repositories on the Hub, and the bundles and task vectors in them.
 
-An `Artifact` is a file in a repository: its kind, summary, verification and usage examples. `kp.pull` downloads files;
-`kp.search` finds repositories by the tags of model cards.
+An `Artifact` is a bundle or a task vector in a repository, with its summary, verification and usage examples. `kp.pull`
+downloads files; `kp.search` finds repositories by the tags of model cards.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HubRepository:
 
     @property
     def candidates(self) -> list[RepositoryFile]:
-        """Files that may be bundles or task vectors according to their names."""
+        """Files that, judging by their names, may be bundles or task vectors."""
         return [file for file in self.files if file.name.endswith(SUFFIXES) and _PLAIN_NAME.fullmatch(file.name)]
 
     def item(self, file: str) -> Artifact | None:
@@ -153,15 +153,15 @@ def pull(
 ) -> list[PullResult]:
     """Downloads bundles and task vectors from the Hub and verifies them.
 
-    Each file is checked against the SHA-256 recorded by the Hub and those in its own header, and then written
-    atomically. A damaged copy in the cache is downloaded again.
+    Each file is checked against the SHA-256 recorded by the Hub and against the hashes in its own header, and is then
+    written atomically. A damaged copy in the cache is downloaded again.
 
     Args:
         what: A file, `hf://owner/repo[@revision]/FILE`, or a repository, `owner/repo[@revision]`.
         files: Names of files in the repository. Defaults to all bundles and task vectors.
-        output: Target directory, or target file if there is one file. Defaults to the current directory.
+        output: Target directory or, if only one file is downloaded, target file. Defaults to the current directory.
         force: Whether to overwrite existing files that differ.
-        on_progress: Called with the name of a check, the number of items checked so far and their total.
+        on_progress: Called with the name of a check, the number of items checked so far and the total number.
 
     Returns:
         The downloaded files.
@@ -178,7 +178,7 @@ def pull(
     references = _select_files(what, files)
     pulled = []
     for reference, target in zip(references, _targets(references, output), strict=True):
-        # The index of a bundle in several files comes last; all are in one folder of the cache, at one commit.
+        # The index of a bundle in several files comes last. All files are in one cache folder, at one commit.
         *shards, cached = [local_copy(file, checked=True) for file in _references(reference)]
         item = Artifact.of(cached, reference.file)
         item.require_valid(cached, on_progress)
@@ -190,7 +190,7 @@ def pull(
 
 
 def _references(reference: Reference) -> list[Reference]:
-    """Returns the references of all files of a bundle or task vector, its index last."""
+    """Returns the references of all files of a bundle or task vector, with the index last."""
     return [file for file in files_of(reference) if isinstance(file, Reference)]
 
 
@@ -373,7 +373,7 @@ class Artifact(ABC):
 
         Args:
             path: Local path of the file.
-            on_progress: Called with the name of a check, the number of items checked so far and their total.
+            on_progress: Called with the name of a check, the number of items checked so far and the total number.
         """
 
     def require_valid(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> None:
@@ -381,7 +381,7 @@ class Artifact(ABC):
 
         Args:
             path: Local path of the file.
-            on_progress: Called with the name of a check, the number of items checked so far and their total.
+            on_progress: Called with the name of a check, the number of items checked so far and the total number.
 
         Raises:
             VerificationError: If a check fails.
