@@ -251,8 +251,8 @@ def refine(
 ) -> TaskVector:
     """Reduces the effect of a task vector on other tasks, without training it again.
 
-    The result τ' solves (G_own + λ Σ w_t G_t + ε) τ' = G_own τ + ε τ, where t runs over the other tasks: τ' has little
-    effect on the outputs of the other tasks, and changes those of its own task as little as possible.
+    The result τ' solves (G_own + λ Σ w_t G_t + ε) τ' = G_own τ + ε τ, where t runs over the other tasks. τ' has little
+    effect on the outputs of the other tasks. On its own task, its effect stays as close as possible to that of τ.
 
     Args:
         vector: The task vector, or the path of its file.
