@@ -187,11 +187,11 @@ OPERATORS = ("nms", "qnms")
 
 
 def make_torchvision_importable() -> None:
-    """Imports torchvision if it is installed, even a CUDA build beside a CPU-only torch.
+    """Imports torchvision if it is installed, even if it is a CUDA build and torch is CPU-only.
 
     PyPI's torchvision is a CUDA build. Its C extension does not load into a CPU-only torch; torchvision ignores that,
     but then fails when it registers fake implementations for two operators of the extension. This function declares
-    these operators. open_clip, timm and transformers import torchvision for image transforms, which need neither.
+    these operators. open_clip, timm and transformers import torchvision for image transforms, which do not use them.
 
     The operators are declared only after the plain import failed because of them: a matching torchvision registers the
     same names itself, and torch allows each name once. A declared operator has no kernel, so calling it still raises an

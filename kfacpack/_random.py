@@ -24,7 +24,7 @@ def philox_key(name: str, number: int = 0) -> tuple[int, int]:
         number: Index of the stream among those with the same name.
 
     Returns:
-        A key derived from both by SHA-256, so that different streams are independent.
+        A key derived from the name and the number by SHA-256, so that different streams are independent.
     """
     digest = sha256(f"{name}/{number}".encode()).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
@@ -66,7 +66,7 @@ class CounterRandom:
     def normal(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Returns approximately Gaussian noise of mean 0 and variance 1.
 
-        Each number is the scaled sum of four uniform 16-bit numbers, the quarters of one raw 64-bit number.
+        Each value is the scaled sum of four uniform 16-bit integers, which are the quarters of one raw 64-bit integer.
         """
         quarters = self._source.random_raw(_count(shape)).view(np.uint16).reshape(*shape, 4)
         total = quarters[..., 0].astype(np.float32) + quarters[..., 1] + quarters[..., 2] + quarters[..., 3]

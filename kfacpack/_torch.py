@@ -2,7 +2,7 @@
 
 No other module of the package may use private names of torch, except `_compat`, which imports other libraries.
 Each docstring names the private attribute or function that is used. All of them are tested with torch 2.13;
-`tests/test_torch_private.py` has one test per function, which fails with the function's name when torch changes.
+`tests/test_torch_private.py` has one test per function and names the function if its test fails.
 
 Two features depend on this module. `kp.estimate` reads the arguments that autograd nodes have saved, and has no
 other way to obtain them. `kp.linearize` computes tangents below autograd; if a private name that it needs is missing
@@ -72,7 +72,7 @@ def saved(node: Node, name: str) -> Any:
         name: Name of the argument in torch's `derivatives.yaml`: `mat1`, `other`, `alpha`, ...
 
     Raises:
-        KfacpackError: If the operation has no such attribute, as in a torch version that saves other arguments.
+        KfacpackError: If the operation has no such attribute, for example because torch saves different arguments.
     """
     try:
         return getattr(node, f"_saved_{name}")
@@ -342,7 +342,7 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 def callable_of(value: Any) -> Any:
     """Returns the function that an operator calls; returns other values unchanged.
 
-    This saves a Python frame per call. Reads `OpOverload._op`, if torch provides it. Known to work with torch 2.13.
+    Calling it directly saves a Python frame. Reads `OpOverload._op`, if available. Known to work with torch 2.13.
     """
     return getattr(value, "_op", value) if isinstance(value, torch._ops.OpOverload) else value
 
@@ -455,7 +455,7 @@ def tensor_versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def tensor_layouts(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """Returns the type, layout, dtype and device of each tensor; for a tensor with hooks, its hooks instead.
+    """Returns the type, layout, dtype and device of each tensor, or the hooks of a tensor that has any.
 
     Reads `Tensor._backward_hooks`, which is None for a tensor without hooks. Known to work with torch 2.13.
     """

@@ -102,7 +102,7 @@ class HubError(KfacpackError):
         target: The reference or repository that was requested.
         problem: Description of the problem.
         remedy: What the user can do about it.
-        unreachable: Whether the Hub did not answer, was busy, or must not be contacted (offline mode), so that a
+        unreachable: Whether the Hub did not answer, was busy or must not be contacted (offline mode). In these cases, a
             cached copy may be used instead.
     """
 

@@ -87,7 +87,7 @@ class Option:
     chain: CodecChain
     """The codec that was requested."""
     encoded: Mapping[int, tuple[CodecChain, Matrix]]
-    """The applied steps and the compressed matrix, of which only shapes are kept, by the id of each matrix."""
+    """The applied steps and the compressed matrix (only its shapes are kept), by the id of each original matrix."""
     sides: Mapping[tuple[int, ...], FactorPair]
     """Inner products before and after compression, by the ids of the matrices on one side of a block."""
     nbytes: int
@@ -99,7 +99,7 @@ class MatrixGroup:
     """The distinct options of a group of matrices."""
 
     options: tuple[Option, ...]
-    """The options, of which the first leaves the matrices unchanged."""
+    """The options. The first leaves the matrices unchanged."""
     option_of: Mapping[CodecChain, int]
     """Index of the option that each candidate results in; several candidates may have the same result."""
 

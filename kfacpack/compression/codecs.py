@@ -3,9 +3,10 @@
 A structural codec chooses which values are kept:
 
 - `block:K`: K diagonal blocks of each matrix. The diagonal, and with it the trace of G, is kept.
-- `svd:R`, `svd:P%`: the R eigenvalues of largest magnitude and their eigenvectors, the best approximation of that rank.
-- `prune:P%`: the entries of largest magnitude, by coordinates. An entry takes three numbers, so keeping a third of the
-  entries saves nothing.
+- `svd:R`, `svd:P%`: the R eigenvalues of largest magnitude and their eigenvectors. This is the best approximation of
+  that rank.
+- `prune:P%`: the entries of largest magnitude, with their coordinates. An entry takes three numbers, so keeping a
+  third of the entries saves nothing.
 
 A number codec chooses how each value is stored:
 
@@ -56,7 +57,7 @@ class Codec(ABC):
     structural: ClassVar[bool]
     """Whether the codec chooses which values are kept, rather than how they are stored."""
     form: ClassVar[type[Matrix] | None] = None
-    """Form of the compressed matrix; None for that of the original."""
+    """Form of the compressed matrix; None if the form does not change."""
 
     @classmethod
     @abstractmethod
@@ -386,7 +387,7 @@ class CodecChain:
             matrix: The matrix to compress.
 
         Returns:
-            The steps that were applied and the compressed matrix, which is `matrix` itself if there were none.
+            The steps that were applied, and the compressed matrix, or `matrix` itself if no step was applied.
         """
         encoded, applied = matrix, []
         for step in self.steps:

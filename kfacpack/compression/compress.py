@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _WIDEST_FLOATS = 1.0, 1.0 - 1.23456e-7
-"""Values of `quadratic` before and after compression, whose relative error has the longest decimal representation."""
+"""Values of `quadratic` before and after compression that give a relative error with the longest decimal form."""
 
 
 @dataclass(frozen=True)

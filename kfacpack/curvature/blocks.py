@@ -33,7 +33,7 @@ def gather(tau: Mapping[str, Tensor], join: Join, shapes: ParameterShapes) -> Te
     """Joins parameters into the matrix ΔW of a block.
 
     Args:
-        tau: Changes of parameters, by name, including at least one of the block. Missing parameters count as zero.
+        tau: Changes of parameters, by name, with at least one from the block. Missing parameters count as zero.
         join: Position of each parameter in the matrix.
         shapes: Shapes of the parameters, by name.
 
@@ -47,7 +47,7 @@ def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: Param
     """Joins parameters into the matrices ΔW of several blocks.
 
     Args:
-        tau: Changes of parameters, by name, including at least one of the blocks. Missing parameters count as zero.
+        tau: Changes of parameters, by name, with at least one from the blocks. Missing parameters count as zero.
         joins: Position of each parameter in the matrix of each block; all have the same `join_layout`.
         shapes: Shapes of the parameters, by name.
 
@@ -168,7 +168,7 @@ def _stack_pieces(tau: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Tensor:
 
 
 class BlockStructure(ABC):
-    """The structure of a block, which defines how G is composed of matrices."""
+    """The structure of a block: how its G is composed of matrices."""
 
     @abstractmethod
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
@@ -351,7 +351,7 @@ class Kronecker(BlockStructure):
 
 @dataclass(frozen=True)
 class Whole(BlockStructure):
-    """G as one matrix over the flattened parameters: dense, for example for norms and class tokens, or diagonal.
+    """G as one matrix over the flattened parameters, either dense (as for norms and class tokens) or diagonal.
 
     Example:
         >>> import torch
@@ -455,7 +455,7 @@ class CurvatureBlock:
         """Computes G τ for the parameters of this block.
 
         Args:
-            tau: Changes of parameters, by name, including at least one of the block. Missing parameters count as zero.
+            tau: Changes of parameters, by name, with at least one from the block. Missing parameters count as zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:
@@ -467,7 +467,7 @@ class CurvatureBlock:
         """Computes <τ, G τ> for the parameters of this block.
 
         Args:
-            tau: Changes of parameters, by name, including at least one of the block. Missing parameters count as zero.
+            tau: Changes of parameters, by name, with at least one from the block. Missing parameters count as zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:

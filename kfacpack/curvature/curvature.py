@@ -265,7 +265,7 @@ class Curvature(PretrainedMixin):
 
         Args:
             device: Device of the task vectors.
-            dtype: float32, for task vectors in float32 or a narrower dtype, or float64, for those in float64.
+            dtype: float32 for task vectors in float32 or a narrower dtype, float64 for task vectors in float64.
 
         Returns:
             A new curvature; this one is not changed.
@@ -305,8 +305,8 @@ class Curvature(PretrainedMixin):
             path: File to write, by convention `*.kfac`. If the name ends in `.kfac.index.json`, the bundle is divided
                 into several files beside this index.
             pack: Whether dense symmetric matrices are stored as lower triangles.
-            max_shard_size: Maximum size of these files, such as `"2GB"`; 5 GB by default. A block, or several that
-                share a matrix, may be larger.
+            max_shard_size: Maximum size of each of these files, such as `"2GB"`; 5 GB by default. A file with one
+                block, or with several blocks that share a matrix, may be larger.
             on_progress: Called with the number of matrices written and their total.
 
         Raises:
@@ -400,7 +400,7 @@ def check_psd(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
         on_progress: Called with the name of the check, the number of matrices checked and their total.
 
     Returns:
-        The number of matrices, the failures, and the number of exempt matrices.
+        The number of declared matrices, the failures, and the number of matrices that are not declared so.
     """
 
     def failure(name: str) -> CheckFailure | None:

@@ -1,4 +1,4 @@
-"""Saves a curvature: as a bundle in one or several files, or as plain safetensors for use without kfacpack.
+"""Saves a curvature as a bundle in one or several files, or as plain safetensors for use without kfacpack.
 
 Matrices of a bundle are packed, checked, hashed and written a few rows at a time. The metadata of a plain file
 explains how to use it.
@@ -62,7 +62,7 @@ def save(
     max_shard_size: int | str | None,
     on_progress: OnProgress,
 ) -> None:
-    """Writes a curvature to a file, or to several with an index, atomically; see `Curvature.save`.
+    """Atomically writes a curvature to one file, or to several files with an index; see `Curvature.save`.
 
     Raises:
         BundleError: If a value is not finite, the metadata is invalid, or a file cannot be written.
@@ -306,7 +306,7 @@ def export(
     dtype: FloatType = "float32",
     on_progress: OnProgress = lambda done, total: None,
 ) -> None:
-    """Writes every matrix as a dense tensor to a plain safetensors file, atomically.
+    """Atomically writes every matrix as a dense tensor to a plain safetensors file.
 
     Tensors are named BLOCK/A and BLOCK/B, or BLOCK/G; with several terms, BLOCK/A.0, BLOCK/A.1, and so on. A block is
     named after its first parameter, or NAME[start:stop] for a part of a fused parameter. Diagonal matrices are vectors.
@@ -377,7 +377,7 @@ def _block_description(block: CurvatureBlock) -> dict[str, Any]:
 
 
 class PretrainedMixin:
-    """Methods that save to a directory, upload to the Hugging Face Hub, and load from both.
+    """Methods that save an object to a directory, upload it to the Hugging Face Hub, and load it from either.
 
     They follow the conventions of huggingface_hub. The default file name is `curvature.kfac` for a curvature and
     `vector.safetensors` for a task vector.

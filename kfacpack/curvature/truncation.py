@@ -76,7 +76,7 @@ def truncate_in_metric(W: Tensor, R: Tensor, C: Tensor, rank: int) -> LowRankPai
 
 
 def _damped_root(matrix: Tensor) -> Tensor:
-    """Returns the Cholesky factor L of a damped matrix, which equals L Lᵀ."""
+    """Damps a matrix and returns the Cholesky factor L of the result, so that the damped matrix equals L Lᵀ."""
     identity = torch.eye(len(matrix), dtype=matrix.dtype)
     mean = float(matrix.diagonal().mean())
     for damping in _DAMPINGS if mean > 0 else ():
@@ -141,7 +141,7 @@ class BlockMetric:
             top, left = piece.at
             if len(block.structure.sides) == 2:
                 for weight, B, A in zip(block.structure.weights, *block.structure.sides, strict=True):
-                    # The bias is a column of A, which is left out.
+                    # The column of A that belongs to the bias is left out.
                     B_part = B.dense(torch.float64)[top : top + height, top : top + height]
                     A_part = A.dense(torch.float64)[left : left + width, left : left + width]
                     yield self._orient(B_part, A_part, weight, piece)
@@ -161,7 +161,7 @@ class BlockMetric:
                 yield self._orient(R.reshape(height, height), C.reshape(width, width), 1.0, piece)
 
     def _orient(self, B: Tensor, A: Tensor, weight: float, piece: Piece) -> KroneckerTerm:
-        """Returns a term in the orientation of the parameter, for all of its rows."""
+        """Returns a term in the orientation of the parameter, for all rows of the parameter."""
         R, C = (A, B) if piece.view == "transposed" else (B, A)
         if piece.rows is not None:
             whole = R.new_zeros(self._shape[0], self._shape[0])

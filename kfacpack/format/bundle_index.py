@@ -1,8 +1,8 @@
 """Bundles in several files: an index, `NAME.kfac.index.json`, and shards, which are bundles of some of the blocks.
 
-The index contains the header that the bundle would have as one file, so both have the same manifest and digest, and a
-list of the shards with their digests. It is written after all shards and then renamed into place. The names of shards
-contain their digests, so a new bundle never overwrites the shards of an old one.
+The index contains a list of the shards with their digests, and the header that the bundle would have as one file. The
+manifest and the digest are therefore the same in both cases. The index is written after all shards and then renamed
+into place. The names of shards contain their digests, so a new bundle never overwrites the shards of an old one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INDEX_SUFFIX = ".kfac.index.json"
 SHARD_SUFFIX = ".kfac.shard"
 INDEX_VERSION = "1.3"
 MAX_INDEX_BYTES = 4 * MAX_HEADER_BYTES
-"""Maximum size of an index in bytes. It exceeds that of a header, because the index escapes the quotes in it again."""
+"""Maximum size of an index in bytes. It exceeds the maximum for a header, because quotes are escaped once more."""
 
 
 class ShardEntry(NamedTuple):
@@ -59,7 +59,7 @@ def open_container(path: str | os.PathLike[str]) -> Container:
     """Opens a safetensors file or a bundle in several files.
 
     Args:
-        path: A path or an `hf://` reference. For a bundle in several files, that of its index.
+        path: A path or an `hf://` reference. For a bundle in several files, the path or reference of its index.
 
     Raises:
         BundleError: If a file cannot be read or is invalid.
@@ -161,7 +161,7 @@ class ShardedContainer(Container):
 
 
 def files_of(path: str | os.PathLike[str]) -> list[FileLocation]:
-    """Returns the locations of all files of a bundle or task vector, its index last.
+    """Returns the locations of all files of a bundle or task vector; the index, if there is one, is last.
 
     Args:
         path: A path or an `hf://` reference.
@@ -255,7 +255,7 @@ def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> Non
     """
     old: set[str] = set()
     stem, shards = path.name.removesuffix(INDEX_SUFFIX), []
-    # An index may come from somebody else and name any file, so only names that this function gives are removed.
+    # An index may come from somebody else and name any file, so only names of the form used here are removed.
     own_name = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}-[0-9a-f]{{8}}{re.escape(SHARD_SUFFIX)}")
     with suppress(BundleError):
         old = {shard.file for shard in shards_of(path, read_index(path, path)) if own_name.fullmatch(shard.file)}
@@ -284,7 +284,7 @@ def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> Non
 def _link_or_copy(source: Path, target: Path) -> None:
     """Creates a hard link to a file, or a copy if links are not supported.
 
-    An existing target is replaced; the digest in its name shows that it has the same content.
+    An existing target is replaced; according to the digest in its name, it has the same content.
     """
     temporary = target.with_name(f".{target.name}.partial")
     temporary.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SealKeys(NamedTuple):
-    """The metadata keys of one kind of sealed file, and its name and usage in messages."""
+    """The metadata keys of one kind of sealed file, and the texts with which messages describe this kind."""
 
     manifest: str
     """Metadata key of the manifest."""
@@ -108,7 +108,7 @@ DOWNLOAD_AGAIN = "The file is incomplete or damaged: download it again from its 
 
 
 def download_again(path: str | os.PathLike[str]) -> str:
-    """Returns the remedy for a damaged file, which depends on whether it is a local file or on the Hub."""
+    """Returns the remedy for a damaged file. It differs between local files and files on the Hub."""
     if is_reference(path):
         return f"The cached copy is incomplete or damaged: run `kfacpack pull {os.fspath(path)}` to download it again"
     return DOWNLOAD_AGAIN
@@ -146,7 +146,7 @@ class Container:
         nbytes: Size of the file in bytes.
         header: The length prefix and the header, verbatim.
         metadata: The header's `__metadata__`.
-        commit: Commit of a file on the Hub; None for a local file, and if only the header was downloaded.
+        commit: Commit of a file on the Hub; None for a local file or if only the header was downloaded.
 
     Args:
         path: A path or an `hf://` reference.

@@ -37,7 +37,7 @@ _show_bars: ContextVar[bool] = ContextVar("kfacpack_hub_bars", default=False)
 
 @contextmanager
 def progress_bars(*, show: bool) -> Iterator[None]:
-    """Sets whether huggingface_hub draws progress bars inside this context. By default, it does not.
+    """Sets whether huggingface_hub draws progress bars inside this context. Outside such a context, they are hidden.
 
     Args:
         show: Whether to draw them.
@@ -92,7 +92,7 @@ def hub_errors(
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    # The base class of its HTTP errors: that of httpx or, in earlier versions of huggingface_hub, of requests.
+    # The base class of huggingface_hub's HTTP errors is from httpx or, in earlier versions, from requests.
     http_error = HfHubHTTPError.__mro__[1]
     hide = not _show_bars.get() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
     if hide:
@@ -295,8 +295,8 @@ def header_descriptor(reference: Reference, max_length: int) -> int:
         max_length: Maximum length of the header in bytes. A longer one is not downloaded; the reader must reject it.
 
     Returns:
-        The descriptor of a sparse temporary file with the header and the size of the real file, or of the cached file
-        if there is one.
+        The descriptor of the cached file if there is one, otherwise of a sparse temporary file that has the header and
+        the size of the real file.
 
     Raises:
         HubError: If the file cannot be accessed.
@@ -345,7 +345,7 @@ def commit_of(address: str) -> str:
         address: `hf://owner/repo[@revision][/path]`.
 
     Returns:
-        The commit; that of the cached files if the Hub cannot be reached.
+        The commit, or the commit of the cached files if the Hub cannot be reached.
 
     Raises:
         HubError: If there is no such repository or revision, or the Hub cannot be reached and nothing is cached.
@@ -381,7 +381,7 @@ def _url(reference: Reference, revision: str | None) -> str:
 
 
 def _download_range(reference: Reference, remote: RemoteFile, start: int, stop: int) -> bytes:
-    """Downloads bytes `start` to `stop` of a file, or to its end."""
+    """Downloads bytes `start` to `stop` of a file, or up to its end if it is shorter."""
     stop = min(stop, remote.nbytes)
     if start >= stop:
         return b""

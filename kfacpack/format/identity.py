@@ -1,7 +1,7 @@
 """Identity of tasks, base models and functions, as recorded in manifests.
 
-`NAME@k/n` names the k-th of n parts of a task, divided by classes. A base model is identified by the bytes of the
-parameters that a bundle covers.
+`NAME@k/n` names the k-th part of a task whose classes are divided into n parts. A base model is identified by the bytes
+of the parameters that a bundle covers.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def validated(path: FileLocation, manifest: dict[str, Any], kind: type[ManifestT
 
 
 def _key_path(value: Any, keys: tuple[int | str, ...]) -> str:
-    """Formats a path into the manifest, with the names of list items: matrices.3 'fc/B'.side."""
+    """Formats the path of a key in the manifest, with the names of list items: matrices.3 'fc/B'.side."""
     parts = []
     for key in keys:
         if isinstance(value, dict):

@@ -258,7 +258,7 @@ def replace_atomically(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
-    """Resolves links and checks that a regular file can be written there."""
+    """Resolves the links in a path and checks that a regular file can be written to it."""
     if is_reference(path):
         problem, remedy = "could not be written: it is on the Hub", "Write a local file, then run: kfacpack push"
         raise BundleError(path, problem, None, remedy)
@@ -275,14 +275,14 @@ def _target(path: str | os.PathLike[str]) -> Path:
 
 
 def _open_temporary(path: Path) -> tuple[int, bool]:
-    """Opens a temporary file for writing. Returns its descriptor and whether it already has the name `path`.
+    """Opens a temporary file for writing. Returns its descriptor and whether the file already has the name `path`.
 
     If the system supports it, the file has no name until it is complete. A killed process then leaves no file
     behind, unless it is killed between linking and renaming.
     """
     if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").exists():
         with contextlib.suppress(OSError):
-            # Either the file system lacks support, or the error occurs again, and is reported, below.
+            # Either the file system lacks support, or the same error occurs again below and is reported there.
             return os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666), False
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), True
 
@@ -306,7 +306,7 @@ def _remove_abandoned(paths: Iterable[Path]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Syncs a folder so that a rename in it survives a crash. Errors are ignored, as some file systems cannot do it."""
+    """Syncs a folder so that a rename in it survives a crash. Errors are ignored: some file systems do not allow it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -359,7 +359,7 @@ def _frame_header(
     texts: Iterable[str],
     kind: str,
 ) -> bytes:
-    """Returns the length prefix and the header. `texts` are JSON values of the metadata, which have the same limits."""
+    """Returns the length prefix and the header. `texts` are JSON texts in the metadata; they have the same limits."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for name, spec in tensor_offsets(tensors).items():
         offsets = [spec.start, spec.stop]

@@ -1,8 +1,8 @@
 """The inputs of a merge: their provenance, weights and compatibility.
 
 The target of a merge is Σ w_t G_t. λ_t is a task's share of all examples, or of the weights that the user passes, and
-w_t = T λ_t: the mean weight of T tasks is one. An input that was itself merged from several tasks already contains
-such weights and is multiplied by a single factor.
+w_t = T λ_t, so that the mean weight of the T tasks is one. An input that was itself merged from several tasks already
+contains such weights and is multiplied by a single factor.
 
 Curvatures can be merged if they have the same base model, function f, metric, scaling and blocks, and were estimated
 from different data.
@@ -78,7 +78,7 @@ class MergeInput:
 
     @property
     def tasks(self) -> float:
-        """Number of tasks in the input: the sum of its weights, whose mean over the tasks is one."""
+        """Number of tasks in the input. It is the sum of the parents' weights, because the mean weight is one."""
         return sum(parent.weight for parent in self.parents)
 
     @property

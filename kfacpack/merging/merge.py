@@ -124,7 +124,7 @@ def merge(
         weights: One positive weight per input, of which only the ratios matter. Defaults to the dataset sizes.
         without: Names of tasks to leave out. If an input was merged by "tak" and contains such a task, the bundle of
             that task must be passed as another input, so that it can be subtracted.
-        allow_partial: Whether a block may be missing in some inputs; it is then summed over the others.
+        allow_partial: Whether a block may be missing in some inputs; it is then summed over the inputs that have it.
 
     Returns:
         The merged curvature.
@@ -307,7 +307,7 @@ def _deviation(points: Tensor, tasks: Tensor) -> float:
 
 
 def _losses(rule: MergeRule, earlier: Iterable[Sequence[Loss]], report: BlockMergeReport) -> tuple[Loss, ...]:
-    """Combines the inputs' earlier losses, with the largest errors of each step, and appends those of this merge."""
+    """Combines the inputs' earlier losses, keeping the largest errors per step, and appends those of this merge."""
     before: dict[tuple[str, int], Loss] = {}
     for losses in earlier:
         seen: dict[str, int] = {}

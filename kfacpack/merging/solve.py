@@ -6,11 +6,11 @@ W_0 is the prior; it determines the result in directions without curvature. With
 
     (Σ_t w_t G_t + ε) D = R,    R = Σ_t w_t G_t (W_t − W_0),    ε = damping · tr(Σ_t w_t G_t) / (rows · columns) + ε_0.
 
-Shapes: W, W_t, W_0, D and R are (rows, columns), as the `Join` of a block defines it. A factor B is (rows, rows), a
+Shapes: W, W_t, W_0, D and R are (rows, columns), arranged as in the `Join` of a block. A factor B is (rows, rows), a
 factor A is (columns, columns).
 
-Direct solutions exist for diagonals, for blocks with few entries or one whole matrix (Cholesky of the summed matrix),
-if all B or all A are multiples of the identity (Cholesky of the other side), and if all B or all A are the same matrix,
+Blocks are solved directly if they are diagonal, have few entries or are one whole matrix (Cholesky of the summed
+matrix), if all B or all A are multiples of the identity (Cholesky of the other side), or if all B or all A are equal,
 so that the sum is one product (eigenvectors). All other blocks use conjugate gradients with a Kronecker product as
 preconditioner. Matrices are applied in the form in which they are stored.
 """
@@ -53,7 +53,7 @@ DIRECT_ENTRIES = 1024
 DIRECT_WHOLE_ENTRIES = 4096
 """Blocks that are one whole matrix are solved directly if they have at most this many entries."""
 EIGENVECTOR_SIDE = 1024
-"""Up to this side, the preconditioner uses eigenvectors; computing them takes less time than the iterations saved."""
+"""Up to this side, the preconditioner uses eigenvectors; computing them takes less time than it saves."""
 _FLIP_FLOP_STEPS, _MAX_RESTARTS = 1, 3
 
 
@@ -117,7 +117,7 @@ def solve_block(
         mean: tr(Σ w G) / (rows · columns), used in ε. By default, it is computed from the terms.
 
     Returns:
-        D, exactly zero if R is, and the report.
+        D, which is exactly zero if R is zero, and the report.
 
     Raises:
         KfacpackError: If Σ w G + ε is not positive definite, even with all negative eigenvalues of the matrices set to
@@ -141,7 +141,7 @@ def solve_block(
 
 def clipped(structure: BlockStructure) -> BlockStructure:
     """Returns a copy of a structure with the negative eigenvalues of its matrices set to zero."""
-    # Matrices that are declared PSD are kept unchanged, unless all of them are.
+    # Matrices that are declared PSD are kept unchanged, unless all matrices are declared PSD.
     all_psd = all(matrix.psd for _, matrix in structure.matrices())
 
     def clip(matrix: Matrix) -> Matrix:
@@ -374,7 +374,7 @@ class _System:
         for _ in range(_MAX_RESTARTS):
             start = float(residual.norm())
             iterations = self._iterate(solution, residual, precondition, threshold, iterations)
-            # In float32 the updated residual departs from the true one, from which the iteration then starts again.
+            # In float32, the updated residual drifts from the true one; the iteration then restarts from the true one.
             torch.sub(self.right, self.apply(solution), out=residual)
             error = float(residual.norm())
             if error <= threshold or iterations >= self.settings.iterations or error > 0.5 * start:
@@ -432,7 +432,7 @@ class _System:
     def _nearest_product(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Returns the inverses of B and A, where P = B ⊗ A minimises tr(P⁻¹ M) − log det(P⁻¹ M).
 
-        This function measures the relative errors of all eigenvalues, which determine the number of iterations. The
+        This criterion measures the relative errors of all eigenvalues, which determine the number of iterations. The
         minimum satisfies B = Σ w tr(A_t A⁻¹) B_t / columns and A = Σ w tr(B_t B⁻¹) A_t / rows, with ε I ⊗ I as one of
         the terms. Alternating the two (the flip-flop algorithm of the matrix normal distribution) converges so quickly
         that one step suffices. On six tasks of `tiny` with damping 0.1 and a residual of 1e-4, the solver takes at

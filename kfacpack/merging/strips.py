@@ -61,7 +61,7 @@ class StripLayout(ABC):
 
     @abstractmethod
     def strips(self, limit: int) -> Iterator[Strip]:
-        """Yields strips that cover the matrix in the order of its `data`: at most `limit` elements each, or one row."""
+        """Yields strips that cover the matrix in the order of `data`, each with at most `limit` elements or one row."""
 
     @abstractmethod
     def is_strip(self, strip: Strip) -> bool:
@@ -290,7 +290,7 @@ READERS: dict[str, Callable[[Matrix, int, int], Tensor]] = {
     "sparse": _read_sparse,
     "diagonal": _read_diagonal,
 }
-"""Functions that return rows `first` to `last` of the lower triangle, by matrix form. Others use `_read_dense`."""
+"""Functions that return rows `first` to `last` of the lower triangle, by matrix form. Other forms use `_read_dense`."""
 
 
 def gram(matrices: Sequence[Matrix]) -> Tensor:

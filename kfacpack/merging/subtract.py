@@ -1,7 +1,7 @@
 """Subtraction of tasks from a merged curvature.
 
-`tak` stores sums: for T tasks, B = Σ B_t and T A = Σ w_t A_t. Suppose that T_D tasks D are removed, whose weights were
-multiplied by f when they were merged. The weights of the others are rescaled so that their mean is one again, and the
+`tak` stores sums: for T tasks, B = Σ B_t and T A = Σ w_t A_t. Let D be the T_D tasks to remove, and f the factor that
+multiplied their weights in the merge. The weights of the others are rescaled so that their mean is one again, and the
 result is, up to rounding, the merge of the other tasks alone:
 
     B' = B − Σ_D B_d        A' = (T A − f Σ_D w_d A_d) / (T − f T_D)        G' = (T − T_D) (G − f G_D) / (T − f T_D)
@@ -39,7 +39,7 @@ _REMEDY = "Merge the bundles of the other tasks again"
 def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tuple[int, MergeInput]]:
     """Removes tasks from the inputs of a merge.
 
-    Inputs that consist only of these tasks are dropped, and subtracted from merged inputs that contain them.
+    Inputs that consist only of these tasks are dropped. They are subtracted from merged inputs that contain them.
 
     Args:
         inputs: The inputs.

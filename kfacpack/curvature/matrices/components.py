@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _TILE = 512
 """Side of the tiles in which large matrices are traversed."""
 _SMALL_SIDE = 64
-"""Matrices of at most this side are unpacked by a single gather on the CPU, as they always are on a GPU."""
+"""On a CPU, matrices of at most this side are unpacked by a single gather; on a GPU, all matrices are."""
 
 
 def pack(full: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def pack_rows(part: Tensor, row: int, left: int, packed: Tensor) -> None:
 
 
 def pack_in_parts(full: Tensor, limit: int) -> Iterator[Tensor]:
-    """Yields the values of `pack(full)` in parts of whole rows: at most `limit` values, or one row."""
+    """Yields the values of `pack(full)` in parts of whole rows, each of at most `limit` values or a single row."""
     full = full.cpu()
     side, start = full.shape[-1], 0
     source = _numpy_view(full)
@@ -218,7 +218,7 @@ class InMemoryTensors(MatrixTensors):
 
 
 class SpecTensors(MatrixTensors):
-    """Components without values, which give the size of a matrix before it is computed."""
+    """Components without values, from which the size of a matrix is determined before the matrix is computed."""
 
     def __init__(self, specs: Mapping[str, Spec]):
         self.specs = specs

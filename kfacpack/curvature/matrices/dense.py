@@ -109,7 +109,7 @@ def full_matrix(operator: Operator, side: int) -> Tensor:
 
 
 def common_blocks(operators: Sequence[Operator], side: int) -> list[tuple[Tensor, ...]]:
-    """Returns the diagonal blocks of each operator; full matrices if the blocks of two operators differ in shape.
+    """Returns the diagonal blocks of each operator, or full matrices if the blocks of two operators differ in shape.
 
     Args:
         operators: Operators on vectors of the same length.

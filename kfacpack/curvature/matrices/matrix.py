@@ -81,7 +81,7 @@ def _subspace_iteration(matrix: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 class Operator(ABC):
-    """The map x -> M x, (n, k) -> (n, k), whose tensors are already read, unpacked and converted.
+    """The map x -> M x, (n, k) -> (n, k). Its tensors are already read, unpacked and converted.
 
     Several operators of one form can be stacked: the map is then (m, n, k) -> (m, n, k), one matrix for each x.
     """
@@ -129,7 +129,7 @@ class Operator(ABC):
         return other
 
     def unpacked(self, dtype: torch.dtype) -> Operator:
-        """Returns an operator for repeated products, which stays valid when the stored tensors are overwritten.
+        """Returns an operator for repeated products that stays valid when the stored tensors are overwritten.
 
         Args:
             dtype: Dtype of the tensors to multiply.
@@ -228,7 +228,7 @@ class Matrix(ABC):
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator: ...
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Returns an operator for components of this form, on their device and without synchronising with it.
+        """Returns an operator for components of this form on their device, without synchronising with the device.
 
         Args:
             tensors: Valid components of one matrix, or of several matrices with a leading dimension.

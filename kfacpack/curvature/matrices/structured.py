@@ -105,7 +105,7 @@ class Diagonal(Matrix):
 
 
 class BlockDiagonalOperator(Operator):
-    """Multiplies by the longer and by the shorter blocks, each (k, s, s), without padding, in batched products."""
+    """Multiplies by the longer blocks in one batched product and by the shorter blocks in another, without padding."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
@@ -122,7 +122,7 @@ class BlockDiagonalOperator(Operator):
 
 
 class BlockDiagonal(Matrix):
-    """A block-diagonal matrix: `data` (K, s(s+1)/2), the lower triangles of the blocks, with s the side of the largest.
+    """A block-diagonal matrix: `data` (K, s(s+1)/2) has the lower triangles of the blocks, at most s × s each.
 
     Example:
         >>> import torch
@@ -297,7 +297,7 @@ class LowRank(Matrix):
         return torch.cat([inner, inner.new_zeros(self.side - len(inner))]).sort(descending=True).values
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields a small matrix with the nonzero eigenvalues of M if a weight is negative; otherwise nothing."""
+        """Yields a small matrix with the nonzero eigenvalues of M, but only if a weight is negative."""
         _, w = self._factors(torch.float64)
         if bool((w < 0).any()):
             yield self._inner()
@@ -323,7 +323,7 @@ _SPARSE_COST = 16
 
 Filling in one entry of a dense matrix costs about as much. Measurements on 2 cores gave 8 to 14; with more cores, the
 dense product gains more. Products with wide matrices are therefore computed densely if more than one entry in sixteen
-is stored, and products with a single vector almost never."""
+is stored. Products with a single vector are almost never computed densely."""
 
 
 class SparseOperator(Operator):
@@ -393,7 +393,7 @@ class Sparse(Matrix):
         return self._sparse_operator(dtype, device)
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Returns an operator that multiplies by a full (n, n) tensor; a sparse one would first have to be sorted."""
+        """Returns an operator that multiplies by a full (n, n) tensor. A sparse operator would need sorted entries."""
         matrix = self._with_components(InMemoryTensors(**tensors), self.psd)
         matrix.skip_validation()
         return DenseOperator(matrix._full(dtype))
