@@ -184,7 +184,7 @@ class EmbeddedTask:
     make: Callable[[], ImageSplits]
     """Function that generates all splits."""
     sha256: str
-    """Expected `images_digest` of the splits. For a new task, request a split: the error message contains it."""
+    """Expected `images_digest` of the splits. For a new task, request a split: the error message shows the digest."""
     package: PackageData | None = None
     """Package that contains the data or the fonts of the images; None if no package is needed."""
     namesake: str | None = None

@@ -153,7 +153,7 @@ BANDS: dict[str, list[Box]] = {
     "validation": [(300, 0, 364, 512)],
     "test": [(364, 0, 512, 512)],
 }
-"""Regions of a photograph of 512×512 pixels of a single material: vertical bands."""
+"""Regions of a photograph (512×512 pixels) of a single material: vertical bands."""
 SURFACES = {
     "bricks": Surface("brick", True, BANDS),
     "grass": Surface("grass", False, BANDS),

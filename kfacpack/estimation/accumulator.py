@@ -45,7 +45,7 @@ class BlockForecast:
     rows: int
     columns: int
     bytes: int
-    """Bytes of its matrices in the bundle, except those shared with an earlier block."""
+    """Size in bytes of its matrices in the bundle, without those shared with an earlier block."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class CurvatureAccumulator:
         parameters: Selected parameters, by name.
         probes: Probes to draw.
         settings: Dtype, device and form of the sums.
-        reference: Index of an example and its f, (C,). If a batch begins with this example, its f must be equal.
+        reference: Index of an example and its f, (C,). In a batch that begins with it, its f must be the same.
         split_inputs: Whether the first dimension of all inputs is that of the examples, so that their number can be
             checked against f.
 
@@ -331,7 +331,7 @@ class CurvatureAccumulator:
         return self.nbytes + max(activations, results)
 
     def sum_flops(self, passes: int) -> int:
-        """Returns the floating-point operations that the sums need for one position and its backward passes."""
+        """Returns the number of floating-point operations of the sums for one position and its backward passes."""
         return sum(
             2 * (1 if role.endswith("/A") else passes) * sum(tensor.numel() for tensor in tally.tensors())
             for role, tally in self._tallies().items()
@@ -349,7 +349,7 @@ class CurvatureAccumulator:
         square = float(self._output_squares) / count
         mean = self._output_sum.cpu().double() / count
         variance = (square - float(mean.square().sum())) * count / max(count - 1, 1)
-        # Rounded to six digits: the others depend on the order of additions, and so on the number of processes.
+        # Rounded to six digits: the others depend on the order of summation, and so on the number of processes.
         return OutputScale(mean_square=float(f"{square:.6g}"), variance=float(f"{max(variance, 0.0):.6g}"))
 
     def finish(self) -> list[CurvatureBlock]:

@@ -305,7 +305,7 @@ def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: Es
 
 
 def _check_diagonal_blocks(block: PlannedBlock, options: EstimateOptions) -> None:
-    """Checks that every factor of a block has as many rows as diagonal blocks are requested."""
+    """Checks that no factor of a block has fewer rows than the requested number of diagonal blocks."""
     side = block.join.rows if block.one_hot else min(block.join.rows, block.join.columns)
     if block.structure == "kronecker" and options.diagonal_blocks > side:
         problem = (

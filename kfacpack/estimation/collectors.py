@@ -64,7 +64,7 @@ class FactorTally:
 
     Args:
         total: Sum that rows are added to.
-        device: Device of the number of positions.
+        device: Device of the tensor that counts the positions.
     """
 
     def __init__(self, total: RunningSum, device: torch.device):

@@ -55,7 +55,7 @@ class RunningSum(ABC):
 
     @abstractmethod
     def shape(self) -> Matrix:
-        """Returns the finished matrix without values, which determines its size in a bundle."""
+        """Returns the finished matrix without its values, to determine its size in a bundle."""
 
 
 class TriangleSum:
@@ -126,7 +126,7 @@ class PackedBlock:
 
 
 class GramSum(RunningSum):
-    """The sum Σ x xᵀ over rows x, of which only the lower triangles of the diagonal blocks are kept.
+    """The lower triangles of the diagonal blocks of Σ x xᵀ, summed over rows x.
 
     Args:
         width: Number of elements of x.

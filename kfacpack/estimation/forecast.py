@@ -1,6 +1,6 @@
-"""Forecasts the blocks, size, time, disk space and memory of an estimate; figures of GPUs.
+"""Forecasts the blocks, size, time, disk space and memory of an estimate, and lists figures of GPUs.
 
-For an estimate that goes layer by layer, one layer of each kind is planned and measured. No weights are needed: a model
+For a layer-by-layer estimate, one layer of each kind is planned and measured. No weights are needed: a model
 that is loaded with `loading="shapes"` has arbitrary values. For a GPU that is not available, the time follows from the
 number of floating-point operations.
 """
@@ -52,16 +52,16 @@ class Forecast:
     seconds: float
     """Measured time of one batch, times the number of batches."""
     peak_memory: int
-    """Bytes of the weights and the sums, and of the activations of a batch or the matrices that are computed from the
-    sums, whichever are more."""
+    """Bytes of the weights and the sums, plus the larger of two sizes: that of the activations of a batch, and that of
+    the matrices that are computed from the sums."""
     stored_bytes: int = 0
-    """Bytes of the files that a streamed estimate stores until it is complete, without the bundle."""
+    """Total size in bytes of the files, other than the bundle, that a streamed estimate stores until it is complete."""
 
 
 def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput) -> int:
-    """Estimates the bytes that autograd saves for the backward pass of a batch, without weights.
+    """Estimates how many bytes autograd saves for the backward pass of a batch, excluding weights.
 
-    They are extrapolated from two examples, if the batch can be split.
+    The number is extrapolated from two examples if the batch can be split.
 
     Args:
         model: The module whose weights are not counted.
@@ -76,13 +76,13 @@ def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput) -> i
 
 
 def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> int:
-    """Measures the bytes that autograd saves for a backward pass, without weights.
+    """Measures how many bytes autograd saves for a backward pass, excluding weights.
 
     The largest tensor is counted three times, to include its incoming and outgoing gradients.
 
     Args:
         model: The module whose weights are not counted.
-        compute: Computes an output.
+        compute: Function that computes an output.
     """
     weights = {tensor.untyped_storage().data_ptr() for tensor in _parameters_and_buffers(model)}
     kept: dict[int, int] = {}
@@ -99,7 +99,7 @@ def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Returns the bytes of all parameters and buffers of a module."""
+    """Returns the total size in bytes of all parameters and buffers of a module."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in _parameters_and_buffers(model)}.values())
 
 
@@ -164,11 +164,11 @@ class _Segment:
 
     blocks: tuple[BlockForecast, ...]
     weights: int
-    """Bytes of its weights."""
+    """Size of its weights in bytes."""
     sums: int
-    """Bytes of its sums."""
+    """Size of its sums in bytes."""
     peak: int
-    """Maximum bytes in memory while it is computed or written, excluding weights outside of layers."""
+    """Peak memory in bytes while it is computed or written, excluding weights outside of layers."""
     flops: int = 0
     """Floating-point operations of its forward pass, for one batch."""
     sum_flops: int = 0
@@ -193,7 +193,7 @@ def forecast_stream(
         batch: The first batch, on the device of the model.
         examples: Number of examples.
         batches: Number of batches.
-        gpu: GPU to forecast the time for; by default it is measured on this machine.
+        gpu: GPU to forecast the time for; by default, the time is measured on this machine.
         keeps_segments: Whether the files of the segments become the files of the bundle, rather than being copied.
 
     Returns:
@@ -322,7 +322,7 @@ def _renamed(blocks: Sequence[BlockForecast], old: str, new: str) -> tuple[Block
 
 
 def _outer_bytes(module: nn.Module, is_outside: Any) -> int:
-    """Returns the bytes of all parameters outside of the layers, and of all buffers."""
+    """Returns the total size in bytes of all parameters outside of the layers and of all buffers."""
     parameters = {id(p): p.nbytes for name, p in module.named_parameters() if is_outside(name)}
     return sum(parameters.values()) + sum(buffer.nbytes for buffer in module.buffers())
 

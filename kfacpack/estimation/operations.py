@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class MatrixOperation(ABC):
-    """An operation that multiplies its input rows by one matrix, which gives a block with Kronecker structure."""
+    """An operation that multiplies its input rows by one matrix. Its parameter gets Kronecker factors."""
 
     kind: str
     """Name of the operation in bundles."""
@@ -73,7 +73,7 @@ class MatrixOperation(ABC):
 
 
 class VectorOperation(ABC):
-    """An operation whose per-example gradients at the operand are computed, which gives a dense or diagonal block."""
+    """An operation that yields the per-example gradients at the operand. Its parameter gets a dense or diagonal G."""
 
     kind: str
     """Name of the operation in bundles."""
@@ -191,7 +191,7 @@ class ConvolutionOperation(MatrixOperation):
         return g.movedim(1, -1).reshape(-1, g.shape[1])
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key of the memory of the images, and the geometry."""
+        """Returns a key of the memory of the images and of the geometry."""
         images, *geometry = convolution_arguments(node)
         return memory_identity(images), *geometry
 
@@ -241,7 +241,7 @@ class EmbeddingOperation(MatrixOperation):
         return g * (self.inputs(node) >= 0)[:, None]
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key of the memory of the indices, and the padding index."""
+        """Returns a key of the memory of the indices and of the padding index."""
         arguments = embedding_arguments(node)
         return memory_identity(arguments.indices), arguments.padding_index
 
@@ -343,7 +343,7 @@ MATRIX_OPERATIONS: dict[tuple[str, int], MatrixOperation] = {
     ("Convolution", 1): ConvolutionOperation(),
     ("Embedding", 0): EmbeddingOperation(),
 }
-"""Operations by their name in autograd's graph and the slot of the parameter."""
+"""Matrix operations by their name in autograd's graph and the slot of the parameter."""
 VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("Add", 0): AddOperation(),
     ("Add", 1): AddOperation("alpha"),
@@ -357,7 +357,7 @@ VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("NativeLayerNorm", 1): LayerNormScale(),
     ("NativeLayerNorm", 2): LayerNormShift(),
 }
-"""Operations by their name in autograd's graph and the slot of the parameter."""
+"""Vector operations by their name in autograd's graph and the slot of the parameter."""
 OPERATION_KINDS = {"Expand": "token", "Repeat": "token"}
 """Names of generic operations in bundles, if they differ from the lower-case name of the operation."""
 

@@ -87,7 +87,7 @@ class Probes:
         return 1 if self.fisher == "exact" else self.samples
 
     def sampling_bytes(self, rows: int) -> int:
-        """Returns the bytes of the distributions over the vocabulary that drawing probes for some rows of f takes."""
+        """Returns the bytes that distributions over the vocabulary take while probes are drawn for `rows` rows of f."""
         if self.output_layer is None:
             return 0
         # p in float32, and its sums in float64, which are computed from a copy.
@@ -138,7 +138,7 @@ def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterato
     """Yields Wᵀ (e_y - p) for every sample y ~ p = softmax(W f).
 
     The distribution functions are summed in float64 on the CPU, in the order of the vocabulary: not every device has
-    float64, and the samples then do not depend on how a device orders its sums.
+    float64, and the samples then do not depend on a device's order of summation.
 
     Args:
         f: Rows, (P, C).

@@ -4,7 +4,7 @@ A model is divided into segments: its stem, its layers and its head (`kfacpack.m
 all batches stores the inputs of every layer. A backward pass then goes from the head to the stem: a segment is
 recomputed from its stored inputs, with a graph; its factors are accumulated from the gradients at its output; the
 gradients at its inputs are stored for the segment before it; and its factors are written. At any time, one segment and
-one batch are in memory. Probes, sums and their order are those of an ordinary estimate, and so is the result.
+one batch are in memory. The probes, the order of summation and the result are those of an ordinary estimate.
 
 Files are in a folder beside the output. They are kept until the run is complete, so that an interrupted run resumes
 at the segment where it stopped.
@@ -236,7 +236,7 @@ class LayerStream:
         )
 
     def _identity(self, plan: BlockPlan) -> Base | None:
-        """Returns the identity of the parameters of a segment, whose weights are in memory."""
+        """Returns the identity of the parameters of a segment. Its weights must be in memory."""
         covered = {name for block in plan.blocks for name in block.parameters}
         return self.model.base(covered) if covered else None
 

@@ -237,7 +237,7 @@ class TaskEstimate:
                 if stopped():
                     partial.save(accumulator, number, now=True)
                     raise Interrupted
-                # Before the sums of all processes are added up in place, which fails if one of them is lost.
+                # Saved before the sums of all processes are added up in place, because that fails if a process is lost.
                 partial.save(accumulator, number, now=distributed.world_size() > 1 and number == len(own_batches))
             curvature = finish_curvature(accumulator, self.options, base, self.model.function, self._source())
         if self.options.compress:
@@ -280,7 +280,7 @@ class TaskEstimate:
         return load(output)
 
     def forecast(self, gpu: Gpu | None = None, *, keeps_segments: bool = False) -> Forecast:
-        """Forecasts blocks, bytes, time and memory of the estimate by running one batch.
+        """Forecasts the blocks, size, time and memory of the estimate by running one batch.
 
         Args:
             gpu: With `stream`, the GPU to forecast the time for; by default the time is measured on this machine.

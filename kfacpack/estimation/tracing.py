@@ -224,7 +224,7 @@ class ModelTrace:
         return self._layouts[node]
 
     def layout_of(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
-        """Returns the layout of gradients in the form of the values of `gradients`; None if examples share elements."""
+        """Returns the layout of gradients given like values of `self.gradients`; None if examples share elements."""
         if len(gradients) == 1:
             return layout_of_doubled(gradients[0])
         return layout_of_two(gradients[0], gradients[1], self.examples)

@@ -7,7 +7,7 @@ its change along τ. Autograd records the operation but not the tangent.
 Most tangents come from torch's forward mode. Matrix products and convolutions have a rule here because torch's
 derivative does redundant work; fused attention kernels have one because torch has no forward-mode derivative for them.
 
-The rules in `GRAPHLESS_RULES` save the time to set up torch's forward mode. They are used in passes that keep no graph.
+The rules in `GRAPHLESS_RULES` save the setup time of torch's forward mode. They are used in passes that keep no graph.
 In passes that keep one, tensors need no more memory, but these rules change the order in which memory is allocated, and
 the heap of glibc fragments more: on ViT-B/32, the peak resident memory of a step exceeds 1.2 × that of a plain step.
 If a pass may be recorded, layer norm has a rule as well, because torch's derivative of it is compiled and cannot be
@@ -179,8 +179,8 @@ def layer_norm(
     """Computes y = w x̂ + b with x̂ = (x - mean) / std over the last dimensions, and dy = w dx̂ + (dw x̂ + db).
 
     The term in parentheses is another layer norm of x. The Jacobian of x̂ is symmetric, so dx̂ is what the backward
-    pass computes for the gradient dx. Each takes one pass over the memory. Autograd treats the mean and 1 / std, which
-    the operation also returns, as constants.
+    pass computes for the gradient dx. Each term takes one pass over the memory. Autograd treats the mean and 1 / std,
+    which the operation also returns, as constants.
     """
     out, mean, inverse_std = operation(x, shape, weight, bias, eps)
     dx, d_weight, d_bias = (None if tensor is None else tangent_of(tensor) for tensor in (x, weight, bias))
@@ -238,10 +238,10 @@ RULES: dict[Any, JvpRule] = {
     aten.convolution.default: convolution,
     **dict.fromkeys(attention_operators(), attention),
 }
-"""Rules by operator, for all other forward passes."""
+"""Rules by operator, for forward passes that keep a graph and are never recorded."""
 
 TRACEABLE_RULES: dict[Any, JvpRule] = {**RULES, aten.native_layer_norm.default: layer_norm}
-"""Rules by operator, for forward passes that may be recorded."""
+"""Rules by operator, for forward passes that keep a graph and may be recorded."""
 
 GRAPHLESS_RULES: dict[Any, JvpRule] = {
     **TRACEABLE_RULES,
@@ -393,7 +393,7 @@ class JvpMode(DispatchMode):
         target, *other_args = args
         if any(tensor is not target for tensor in written_arguments(func, args, kwargs)):
             raise KfacpackError(f"cannot linearise {func}, which writes to more than its first argument")
-        # Copied, because it is modified as well.
+        # The tangent is copied, because the operation modifies it as well.
         tangent = tangents[id(target)].clone() if id(target) in tangents else None
         if torch.Tag.inplace_view in func.tags:
             func(*args, **kwargs)

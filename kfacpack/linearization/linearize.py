@@ -434,7 +434,7 @@ def _tangent(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _detached(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Returns the tensor without its graph, on a device if it is given.
+    """Returns the tensor without its graph, on `device` if one is given.
 
     Inference tensors are copied, since autograd cannot use them. Mirrored tensors have no graph, and remain mirrored.
     """

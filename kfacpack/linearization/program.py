@@ -144,7 +144,7 @@ class Recorder(DispatchMode):
         return known
 
     def root(self, number: int) -> int:
-        """Returns the number of the first value that has the same memory."""
+        """Returns the value number of the first value with the same memory."""
         return self._roots[number]
 
     def _add_input(self, tensor: Tensor) -> int:

@@ -277,7 +277,7 @@ class ProgramCache:
 
 
 class Gradient(Protocol):
-    """Computes Jᵀ u by parameter, without parameters that f does not depend on."""
+    """Computes Jᵀ u by parameter; parameters that f does not depend on are left out."""
 
     def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
         """Returns the gradients for `names`. With `retain_graph`, it can be called again."""
@@ -288,7 +288,7 @@ class GraphGradient:
 
     Args:
         f: Output with its graph.
-        edges: Graph edges at which the gradients of the parameters are computed, by name.
+        edges: Graph edges at which gradients are computed, by parameter name.
     """
 
     def __init__(self, f: Tensor, edges: Mapping[str, GradientEdge]) -> None:

@@ -115,7 +115,7 @@ def step_batches(
     steps: Iterable[Sequence[BatchIndices]],
     labels: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> Generator[list[Any], None, None]:
-    """Yields the batches of each step on the model's device, moved there in one copy.
+    """Yields the batches of each step, moved to the model's device in one copy.
 
     Close the generator if it is not exhausted, so that its worker processes exit.
 
@@ -312,7 +312,7 @@ _FINGERPRINT_EXAMPLES = 32
 def fingerprint(
     model: Model, split: Split, task: str, indices: Sequence[int] | None = None, *, labels: bool = False
 ) -> str:
-    """Returns a digest that detects changed data at the cost of preparing one batch.
+    """Returns a digest of the data, to detect changes at the cost of preparing one batch.
 
     The digest covers the number of examples and up to 32 prepared examples, evenly spaced and including the first and
     the last.

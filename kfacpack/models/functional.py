@@ -39,7 +39,8 @@ _PATCH_LOCK = threading.RLock()
 def reentrant_checkpoints_refused(remedy: str) -> Iterator[None]:
     """Context manager in which this thread may not call `torch.utils.checkpoint` with `use_reentrant=True`.
 
-    Such a call computes a part of the model without gradients, and its parameters are missing from autograd's graph.
+    Such a call computes a part of the model without gradients, so the parameters of this part are missing from
+    autograd's graph.
 
     Args:
         remedy: What to do instead, for the error message.
@@ -158,11 +159,11 @@ _MIRRORED = frozenset((
 
 
 class MirroredTensor(Tensor):
-    """A tensor of integers or Booleans on a device whose values are also on the CPU, so that reading does not wait.
+    """A device tensor of integers or Booleans, with its values also on the CPU, so that reading them does not wait.
 
-    Models read values of their batch: transformers asks whether a mask contains padding. The result of a function in
-    `_MIRRORED` is mirrored as well, and is computed on the CPU once it is read. Other functions are applied to the
-    tensor on the device, as if it were an ordinary one. After a modification, values are read from the device.
+    Models may read values of their batch: transformers, for example, checks whether a mask contains padding. The result
+    of a function in `_MIRRORED` is mirrored as well; its values are computed on the CPU when they are first read. Other
+    functions are applied to the tensor on the device. After a modification, values are read from the device.
     """
 
     device_tensor: Tensor
@@ -172,7 +173,7 @@ class MirroredTensor(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, host: Tensor | Callable[[], Tensor]) -> Tensor:
-        """Returns a mirrored tensor, or the given one if it is of another type or does not record modifications.
+        """Returns a mirrored tensor, or `tensor` itself if it has another dtype or does not record modifications.
 
         Args:
             tensor: The tensor on the device.
@@ -185,18 +186,18 @@ class MirroredTensor(Tensor):
         return mirrored
 
     def is_current(self) -> bool:
-        """Returns whether the values on the CPU are those on the device."""
+        """Returns whether the values on the CPU are still equal to those on the device."""
         return tensor_versions([self.device_tensor]) == self._versions
 
     def host(self) -> Tensor:
-        """Returns the values on the CPU at the time of construction."""
+        """Returns, on the CPU, the values that the tensor had at the time of construction."""
         if not isinstance(self._host, Tensor):
             self._host = self._host()
         return self._host
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of torch, on the CPU if it only reads values, and otherwise on the device."""
+        """Calls a torch function: on the CPU if it only reads values, otherwise on the device."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         tensors = _nested_tensors([*args, *kwargs.values()])
         known = all(isinstance(tensor, cls) and tensor.is_current() for tensor in tensors)
@@ -220,7 +221,7 @@ class MirroredTensor(Tensor):
 
 
 def device_tensor(value: Any) -> Any:
-    """Returns the ordinary tensor of a mirrored one, and any other value unchanged."""
+    """Returns the tensor on the device if the value is a mirrored tensor, and any other value unchanged."""
     return value.device_tensor if isinstance(value, MirroredTensor) else value
 
 
@@ -246,16 +247,16 @@ def _nested_tensors(value: Any) -> list[Any]:
 
 
 _RAW_READS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage"))
-"""Methods that read the memory of a tensor without an operation that a dispatch mode sees."""
+"""Methods that read the memory of a tensor without calling an operation that a dispatch mode can intercept."""
 _PATCH_LOCK = threading.RLock()
 
 
 @contextmanager
 def reads_reported(report: Callable[[str], None]) -> Iterator[None]:
-    """Reports calls of methods that read the values of a tensor without the dispatcher.
+    """Context manager that reports calls of methods that read the values of a tensor without the dispatcher.
 
     The methods are replaced temporarily. A `TorchFunctionMode` would also see them, but it disables the fast path of
-    nn.MultiheadAttention, and with it the operations of an untraced call.
+    nn.MultiheadAttention, so the operations would not be those of an untraced call.
     """
     own = vars(Tensor)
 
@@ -283,7 +284,7 @@ def reads_reported(report: Callable[[str], None]) -> Iterator[None]:
 
 
 def true_positions(mask: Tensor, count: int) -> Tensor:
-    """Returns the positions of the true elements in ascending order, like `nonzero`, which waits for the device.
+    """Returns the positions of the true elements in ascending order, like `nonzero` but without waiting for the device.
 
     Args:
         mask: Boolean, (length,).
@@ -312,9 +313,9 @@ class TensorPack:
         for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize):
             self._starts[index], end = end, end + tensors[index].nbytes
         self.nbytes = end
-        """Size of the buffer."""
+        """Size of the buffer in bytes."""
         self.buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
-        """The bytes of all tensors."""
+        """The buffer, with the bytes of all tensors."""
         for view, tensor in zip(self.views(self.buffer), tensors, strict=True):
             view.copy_(tensor)
 
@@ -322,7 +323,7 @@ class TensorPack:
         """Returns the tensors as views of a copy of the buffer.
 
         Args:
-            buffer: A byte tensor on any device that begins with the content of `buffer`.
+            buffer: A byte tensor, on any device, that begins with the content of the attribute `buffer`.
         """
         return [
             buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -331,7 +332,7 @@ class TensorPack:
 
 
 ANSWERS = "answers"
-"""Key of the mask, (N, R), that marks the positions whose outputs are rows of f, if examples have several rows."""
+"""Key of a mask, (N, R), of the positions whose outputs are rows of f; present if examples have several rows."""
 
 
 def padding_mask(batch: ModelInput) -> Tensor | None:
@@ -350,7 +351,7 @@ def rows_per_example(batch: ModelInput) -> list[int] | None:
 
 
 def answer_positions(batch: ModelInput, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the example of each row of f and the token that it should predict: the one after its position.
+    """Returns, for each row of f, its example and the token to predict, which is the token after its position.
 
     Args:
         batch: A batch with several rows per example.

@@ -10,8 +10,7 @@ Notation: K is the number of classes, C the width of f, N the number of examples
 where m_k is the mean of f over the class's training examples, and c the mean of all m_k. For texts, `scale` is the
 model's own. Prototypes are further apart than text embeddings, and with too large a scale, the first training steps are
 too large. The scale of prototypes is therefore the one, up to the model's own, that minimises the cross-entropy of the
-classes' training examples. Heads are computed at the pretrained
-weights and do not change during training.
+classes' training examples. Heads are computed at the pretrained weights and do not change during training.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ class AnswerHead(Head):
 
     @cached_property
     def _indices(self) -> tuple[Tensor, Tensor]:
-        """The tokens of all answers and `answer_of`, on the device, to which they are copied once."""
+        """The tokens of all answers, and `answer_of`; both are copied to the device once."""
         tokens = [token for answer in self.answers for token in answer]
         device = self.weight.device
         return torch.tensor(tokens, device=device), torch.tensor(self.answer_of, device=device)
@@ -159,7 +158,7 @@ class CompletionHead(Head):
     """Predicts the tokens of completions. `weight` is the output layer, (vocabulary, C); there are no classes."""
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns two sums over the examples: of the mean cross-entropy, and of the fraction of correct tokens."""
+        """Returns each example's mean cross-entropy and fraction of correct tokens, both summed over the examples."""
         examples, targets = (tensor.to(f.device) for tensor in answer_positions(batch, len(f)))
         counts = torch.zeros_like(labels, dtype=f.dtype).index_add_(
             0, examples, torch.ones_like(examples, dtype=f.dtype)

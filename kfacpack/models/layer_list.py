@@ -142,8 +142,8 @@ class LayerList:
             batch: A small batch on the device of the model.
 
         Raises:
-            KfacpackError: If the layers return more than hidden states, are not called one after another, receive
-                arguments that depend on parameters, or if f depends on the output of a layer other than the last.
+            KfacpackError: If the layers return more than hidden states, are not called one after another, or
+                receive arguments that depend on parameters; or if f depends on outputs of layers other than the last.
         """
         self.find_output_form(batch)
         hidden, calls = self.stem(batch)
@@ -228,7 +228,7 @@ class LayerList:
         )
 
     def _call_with(self, output: Callable[[int, Tensor], Any], batch: ModelInput) -> Tensor:
-        """Runs the model with layers that are replaced by `output`, a function of their index and input."""
+        """Runs the model with every layer replaced by `output`, a function of the layer's index and input."""
 
         def replace(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return output(index, _hidden(args, kwargs))
@@ -276,7 +276,7 @@ class LayerList:
 
 
 def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
-    """Returns the name of the list of layers of one type that contains most elements of the parameters.
+    """Returns the name of the list of layers, all of one type, that contains the most parameter elements.
 
     Args:
         module: Module to search.

@@ -135,7 +135,7 @@ class Model:
     label_words: Callable[[Sequence[str], str], Sequence[str]] | None = None
     """Maps K class names and a task name to K words for `word_weights`; None if `word_weights` is None."""
     answer_tokens: Callable[[str], Sequence[Sequence[int]] | None] | None = None
-    """Maps a task name to the tokens of its answers. If it is or returns None, f has one row per example."""
+    """Maps a task name to the tokens of its answers. If this is None or returns None, f has one row per example."""
     answer_classes: Callable[[str], Sequence[str]] | None = None
     """Maps a task name to the names of the classes of these answers; None if `answer_tokens` is None."""
     output_layer: Callable[[], Tensor] | None = None
@@ -175,7 +175,7 @@ def unwrap_model(model: nn.Module | Model) -> tuple[nn.Module, Callable[..., Ten
 
 
 Loading = Literal["memory", "layers", "shapes"]
-"""How weights are loaded: all at once, those of a layer when it is used, or only shapes, with arbitrary values."""
+"""How weights are loaded: all at once, layer by layer when used, or not at all (correct shapes, arbitrary values)."""
 
 
 class ModelRequest(NamedTuple):

@@ -8,8 +8,8 @@ The templates are data, in `prompts.json`, by style and task:
 - `chat`: a question to an instruction-tuned language model, formatted with its chat template.
 
 Each task has its own answers. The penalty keeps the drift of f small; the remaining drift is along the label words of
-the trained task, so tasks with the same words would still change each other's logits. For a task without a
-template, the prompt lists the columns, and the answers are the class names.
+the trained task, so tasks with the same words would still change each other's logits. For a task without a template,
+the prompt lists the columns, and the answers are the class names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kfacpack.format.identity import base_task_name
 
 PromptStyle = Literal["t5", "flan", "plain", "chat"]
 CONFIG_KEY = "kfacpack_prompts"
-"""Key of the prompt style in a saved config.json, so that an edited model uses the prompts of its base model."""
+"""Key under which config.json records the prompt style, so that an edited model uses the prompts of its base model."""
 
 
 class Prompt(NamedTuple):

@@ -189,7 +189,7 @@ class SafetensorsWeights(UnloadedWeights):
         dtype: As for `UnloadedWeights`.
         device: As for `UnloadedWeights`.
         files: Safetensors files; together, they contain all weights.
-        prefix: Prefix that the names in the files may have or lack, such as `"model"`.
+        prefix: Prefix that the names in the files may or may not have, such as `"model"`.
         unused: Prefixes of parameters that f does not use and that may be missing.
     """
 
@@ -260,7 +260,7 @@ class Checkpoint(ABC):
 
 
 class CheckpointFile(Checkpoint):
-    """A safetensors file with the module's state dict, which open_clip and timm can load."""
+    """A safetensors file that contains the module's state dict and can be loaded by open_clip and timm."""
 
     def __init__(self, module: nn.Module, load_command: Callable[[Path], str], prefix: str = ""):
         """Creates the checkpoint of a module.

@@ -146,7 +146,7 @@ def parquet_files(paths: Iterable[str], config: str | None, location: str, *, ex
         paths: Paths relative to `location`.
         config: Config to find; None if there is only one.
         location: Folder or repository, for error messages.
-        exact: Whether the user requested the config explicitly. Files without a config are then not used instead.
+        exact: Whether the user requested the config explicitly. If so, files without one are not used in its place.
 
     Returns:
         Files by split; empty if there are no such files.

@@ -202,7 +202,7 @@ class DatasetRepository:
             return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=commit))
 
     def digest(self, path: str) -> str:
-        """Returns the commit and the path, which identify the content without downloading it."""
+        """Returns the commit and the path, so that the content is identified without being downloaded."""
         return f"{self.revision}:{path}"
 
     @cached_property
@@ -368,8 +368,8 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
     """Finds the columns of a dataset: requested ones by name, others by type.
 
     By type, the input is the only image column, or else all text columns; the label is the only ClassLabel column, or
-    else a column named label or labels. If there are text columns prompt and completion, they are the inputs, and there
-    is no label.
+    else a column named label or labels. If there are text columns named prompt and completion, they are the inputs, and
+    there is no label.
 
     Args:
         features: `datasets.Features` of the data.

@@ -40,7 +40,7 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns:
 
     Args:
         name: A registered task, `NAME@k/n` for the k-th of n groups of its classes, or any name together with `data`.
-        data: Data to use instead of the registered one: a folder, or `hf://datasets/OWNER/REPO[@REVISION][/CONFIG]`.
+        data: Data to use instead of the registered data: a folder, or `hf://datasets/OWNER/REPO[@REVISION][/CONFIG]`.
             The definition of a published task (columns, class names, prompts) also applies to a copy of its data.
         columns: Columns of the data, such as `"image=IMG,label=Y"`; by default they are chosen by name or type.
 

@@ -62,7 +62,7 @@ class ClipFamily:
         """Loads a model.
 
         If the weights lack the text tower, the model has no text head. A folder of `CLIPVisionModel` has no projection;
-        f is then the normalised pooled output of the tower, which the manifest records.
+        f is then the normalised pooled output of the tower, and the manifest says so.
         """
         name, device, dtype = request.name, request.device, request.dtype
         (config,) = load_components(name, self.prefix, ("AutoConfig",), "config.json and model.safetensors")

@@ -240,7 +240,7 @@ def _build_from_file(build: Callable[[Path | None], Any], path: Path, name: str,
 
 @contextmanager
 def _resizable(path: Path) -> Iterator[Path]:
-    """Yields the file, or a float32 copy of weights in half precision, which torch cannot resample on a CPU."""
+    """Yields the file, or a float32 copy if it is in half precision, which torch cannot resample on a CPU."""
     if all(spec.dtype not in ("F16", "BF16") for spec in Container(path).tensors.values()):
         yield path
         return

@@ -111,7 +111,7 @@ def load_components(name: str, prefix: str, classes: tuple[str, ...], parts: str
 def load_pretrained(
     model_class: Any, config: Any, request: ModelRequest, unused: tuple[str, ...] = ()
 ) -> tuple[Any, frozenset[str]]:
-    """Loads a model and checks that no weights are missing, which transformers would initialise randomly.
+    """Loads a model and checks that no weights are missing, as transformers would initialise missing ones randomly.
 
     Args:
         model_class: Class of transformers.
@@ -189,7 +189,7 @@ def load_layerwise(
 
 
 def _weight_files(name: str) -> list[Path]:
-    """Returns the safetensors files of a folder or a Hub repository, which are downloaded if necessary."""
+    """Returns the safetensors files of a folder, or of a Hub repository after downloading them if necessary."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -203,7 +203,7 @@ def _weight_files(name: str) -> list[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Returns `model.safetensors` or the files that the index of a folder lists; all files if it has no index."""
+    """Returns all safetensors files of a folder; if it has an index, `model.safetensors` or else the listed files."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
