@@ -106,7 +106,7 @@ class MatrixGroup:
 
 @dataclass(frozen=True)
 class ErrorTable:
-    """The error of a block for every combination of options of the groups on its sides."""
+    """The errors of a block, one for each combination of the options for the groups on its sides."""
 
     groups: tuple[int, ...]
     """Index of the group on each side."""
@@ -145,7 +145,7 @@ class Candidates:
 
 
 def _group_members(curvature: Curvature) -> list[tuple[list[Matrix], list[tuple[Matrix, ...]]]]:
-    """Returns for each group its matrices and the sides of blocks that they are on."""
+    """Returns, for each group, its matrices and the block sides in which they occur."""
     sides = {tuple(map(id, side)): side for block in curvature.blocks for side in block.structure.sides}
     group_of: dict[int, int] = {}
     for number, key in enumerate(sides):

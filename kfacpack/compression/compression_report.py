@@ -89,7 +89,7 @@ class Moments:
         """Relative error of the mean of `quadratic` on τ ~ N(0, G), where E[τᵀ M τ] = <M, G>.
 
         Training moves a model mostly in directions of large curvature, so such τ resemble real task vectors more than
-        random ones do. Errors of different blocks do not cancel.
+        isotropic noise does. Errors of different blocks do not cancel.
         """
         return self.lost_along / self.size if self.size > 0 else 0.0
 

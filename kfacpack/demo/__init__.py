@@ -58,7 +58,7 @@ class EmbeddedModel:
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """Content of the model config."""
+        """Contents of the model config."""
         config: dict[str, Any] = json.loads(self.config.read_text(encoding="utf-8"))
         return config
 

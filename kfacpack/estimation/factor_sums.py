@@ -248,7 +248,7 @@ class SquareSum(DiagonalSum):
     """The sum Σ x² over rows x, element by element."""
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
-        """Adds the squares of rows, (P, side)."""
+        """Adds the elementwise squares of rows, (P, side)."""
         self._add(rows.to(self._values.dtype).square().sum(0))
 
 

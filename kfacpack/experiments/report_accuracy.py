@@ -33,7 +33,7 @@ _MOSTLY_RECOVERED = 0.75
 def headline(results: Results) -> list[Cell]:
     """Returns the conclusion of the report.
 
-    It compares the best arm whose penalty needs no data of other tasks with the arm without a penalty. Without such a
+    It compares the best arm whose penalty needs no data from other tasks with the arm without a penalty. Without such a
     pair of arms, it compares the best arm with the single vectors. If there are no penalties but several merge methods,
     it compares the best method with the sum.
     """

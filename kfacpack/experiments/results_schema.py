@@ -118,7 +118,7 @@ class LayerDrift(DriftPair):
 
 
 class DriftResult(ResultModel):
-    """Drift of whole vectors and of single layers."""
+    """Drift of whole vectors and of individual layers."""
 
     pairs: list[DriftPair]
     layers: list[LayerDrift] = []

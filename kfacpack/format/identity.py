@@ -121,7 +121,7 @@ def function_difference(first: Function, second: Function) -> str | None:
         second: The other function.
 
     Returns:
-        A description of both if they differ, or None. A `detail` that only one of them has is ignored.
+        A description of both functions if they differ, otherwise None. A `detail` that only one of them has is ignored.
     """
     same_detail = first.detail is None or second.detail is None or first.detail == second.detail
     if first.model_copy(update={"detail": None}) == second.model_copy(update={"detail": None}) and same_detail:

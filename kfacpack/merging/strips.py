@@ -61,7 +61,7 @@ class StripLayout(ABC):
 
     @abstractmethod
     def strips(self, limit: int) -> Iterator[Strip]:
-        """Yields strips that cover the matrix in the order of `data`, each with at most `limit` elements or one row."""
+        """Yields strips that cover the matrix in the order of `data`. Each has at most `limit` elements, or one row."""
 
     @abstractmethod
     def is_strip(self, strip: Strip) -> bool:

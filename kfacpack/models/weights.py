@@ -255,7 +255,7 @@ class Checkpoint(ABC):
         """Writes the module's current weights atomically.
 
         Raises:
-            KfacpackError: If the checkpoint cannot be written there.
+            KfacpackError: If the checkpoint cannot be written to `path`.
         """
 
 

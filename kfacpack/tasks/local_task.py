@@ -332,7 +332,7 @@ class LocalTask:
         return [row for position, row in enumerate(rows) if (position in held_out) == (name == "validation")]
 
     def _stored_split(self, name: str) -> str:
-        """Returns the stored split that contains the examples of a split."""
+        """Returns the name of the stored split from which the examples of a split are taken."""
         return name if name in self._files else "train"
 
     def listing(self, split: str) -> list[tuple[str, str]]:

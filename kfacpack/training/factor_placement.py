@@ -81,7 +81,7 @@ class BlockBatch:
 
         Args:
             delta: ΔW of the blocks, (blocks, rows, columns).
-            operators: Operators of `stacks`, by the same keys.
+            operators: Operators of `stacks`, with the same keys.
 
         Returns:
             A tensor of shape (blocks, rows, columns).

@@ -188,7 +188,7 @@ class FullRegime(Regime):
         self._function = _FunctionalModule(model)
 
     def forward(self, batch: Batch, tau: Tau) -> FullForward:
-        """Returns f of a batch with the weights θ0 + τ."""
+        """Evaluates f on a batch with the weights θ0 + τ."""
         weights = {
             name: (parameter.detach() + tau[name].detach()).to(parameter.dtype).requires_grad_()
             for name, parameter in self.parameters.items()

@@ -99,7 +99,7 @@ class FactoredBlock:
             settings: Settings of the solver.
 
         Returns:
-            The change of the core, (k, k'), and the report.
+            The change to the core, (k, k'), and the report.
         """
         if not self.left.shape[1]:  # no vector changes the block, so the change is zero
             return Solution(self.cores[0], SolvedBlock(name=name, curvature=True))

@@ -270,7 +270,7 @@ class HubWeightsFolder(WeightsFolder):
         return reference
 
     def other_weights(self) -> list[str]:
-        """Returns the usual names of pickles that exist in the repository."""
+        """Returns which of the usual file names of pickles exist in the repository."""
         return [file for file in ("pytorch_model.bin", "adapter_model.bin") if self.find(file)]
 
 

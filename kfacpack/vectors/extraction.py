@@ -234,7 +234,7 @@ def _checkpoint_changes(
 
 
 def _within_trained_tower(match: NameMatch, weights: BaseWeights, on_note: OnNote) -> NameMatch:
-    """Leaves out the text tower if it is random in the base model, of which only the vision tower was loaded."""
+    """Leaves out the text tower if only the vision tower of the base model was loaded, so that it is random there."""
     model = weights.model
     if model.family != "open_clip" or model.encode_text is not None:
         return match
