@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, cos, isfinite, pi
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,7 +81,7 @@ class TrainingSettings:
             ("weight decay", self.weight_decay, 0),
             ("clip", self.clip, 1e-30),
         ):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
             if value is not None and not (is_number and value >= minimum):
                 raise KfacpackError(f"{name} {value!r}: expected a number of at least {minimum}")
             if name in ("steps", "batch size", "micro_batch_size") and isinstance(value, float):

@@ -13,6 +13,7 @@ position, they are equal. In addition, the published code weights norms and toke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
 from kfacpack.errors import KfacpackError
@@ -165,7 +166,7 @@ def resolve_strength(strength: float | None, *, on_data: bool = False, metric: M
     """
     if strength is None:
         return STRENGTH_ON_DATA if on_data else STRENGTH_KL if metric == "kl" else STRENGTH
-    if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 <= strength <= MAX_RATE:
+    if isinstance(strength, bool) or not isinstance(strength, Real) or not 0 <= strength <= MAX_RATE:
         raise KfacpackError(f"strength {strength}: expected a number from 0 to {MAX_RATE:g}")
     return float(strength)
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import reduce
 from hashlib import sha256
 from math import ceil
+from numbers import Real
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -318,7 +319,7 @@ def require_share(keep: float) -> float:
     Raises:
         KfacpackError: If `keep` is not positive, or is more than 1.
     """
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+    if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < keep <= 1:
         raise KfacpackError(f"--keep (keep) {keep}: expected a share of the weights, more than 0 and at most 1")
     return keep
 

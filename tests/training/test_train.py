@@ -6,6 +6,7 @@ import inspect
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from experiments.small_plan import TEXT
 from kfacpack_cli.main import app
@@ -171,3 +172,8 @@ def test_arguments_of_other_types_are_refused(arguments, fact):
 def test_a_plan_that_is_no_path_is_refused(path):
     with refused(kp.KfacpackError, "plan", type(path).__name__):
         kp.run(path)
+
+
+def test_settings_may_be_numbers_of_numpy():
+    settings = TrainingSettings(steps=np.int64(5), lr=np.float32(0.5))
+    assert (settings.steps, settings.lr) == (5, 0.5)
