@@ -54,3 +54,9 @@ def test_a_path_object_is_still_a_reference():
 def test_references_can_be_pickled():
     reference = Reference.parse("hf://owner/repo@main/t.kfac")
     assert pickle.loads(pickle.dumps(reference)) == reference
+
+
+def test_a_hub_error_from_another_process_is_still_unreachable():
+    error = kp.HubError("hf://owner/repo", "the Hub cannot be reached", "Try again", unreachable=True)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.target, copied.unreachable) == (str(error), error.target, True)
