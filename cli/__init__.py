@@ -22,7 +22,7 @@ def run() -> None:
 
 
 def _null_stream() -> TextIO:
-    """Returns a stream to the null device that replaces a closed stdout or stderr.
+    """Returns a stream to the null device, as a replacement for a closed stdout or stderr.
 
     The stream keeps the file descriptor in use. Otherwise, the next file to be opened would get this descriptor.
     """

@@ -50,18 +50,18 @@ SAVE_MODEL = option(
     None,
     "--save-model",
     metavar="PATH",
-    help="Also write the model with the vector added: a .safetensors file for open_clip and timm, a folder for clip:, "
-    "t5:, lm: and hf:. --model, --weights and --image-size select the model.",
+    help="Also write the model with the vector added: a .safetensors file for open_clip and timm: models, a folder for "
+    "clip:, t5:, lm: and hf: models. --model, --weights and --image-size select the model.",
 )
 LINEARISED_NOTE = (
-    "the vector was trained in the linearised model f + J τ; the outputs of the saved model, which has the weights "
-    "θ0 + τ, differ from it. `kfacpack eval --vector` evaluates the linearised model"
+    "the vector was trained in the linearised model f + J τ; the saved model has the weights θ0 + τ, and its outputs "
+    "differ from those of the linearised model. `kfacpack eval --vector` evaluates the linearised model"
 )
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Output path of the model with the vector added, and the options that select this model."""
+    """Output path for the model with the vector added, and the options that select the model."""
 
     path: Path | None
     """The value of --save-model; None if no model is saved."""
@@ -95,18 +95,18 @@ class AddendOutput(TypedDict):
     sha256: str
     """Digest of the vector's file."""
     coefficient: float
-    """Factor of the vector in the result."""
+    """Factor by which the vector is multiplied in the result."""
     tasks: list[str]
 
 
 class SavedModelOutput(TypedDict):
-    """The model that was saved with the vector added."""
+    """The saved model, which is the base model with the vector added."""
 
     path: str
     load: str
     """Command or call that loads the model."""
     note: str | None
-    """Explanation, if the outputs of the saved model differ from those of the trained one; null otherwise."""
+    """Explanation, if the outputs of the saved model differ from those of the trained model; null otherwise."""
 
 
 class VectorOutput(TypedDict):
@@ -129,7 +129,7 @@ class VectorOutput(TypedDict):
 
 
 class SolvedBlockOutput(TypedDict):
-    """Report of one block, for merge methods that use curvature."""
+    """Report on one block, for merge methods that use curvature."""
 
     name: str
     curvature: bool
@@ -147,7 +147,7 @@ class SolvedBlockOutput(TypedDict):
 
 
 class MethodOutput(TypedDict):
-    """The method that produced a vector, and its report."""
+    """The method that produced a vector, with its settings and results."""
 
     method: str
     settings: dict[str, bool | int | float | str]
@@ -155,7 +155,7 @@ class MethodOutput(TypedDict):
     bundles: list[str]
     """Digests of the bundles that the method used."""
     blocks: list[SolvedBlockOutput]
-    """Report of each block; empty for methods that do not use curvature."""
+    """Reports on the blocks; empty for methods that do not use curvature."""
 
 
 class AddOutput(VectorOutput, MethodOutput):
@@ -182,11 +182,11 @@ def write(
     Args:
         tau: The vector.
         output: Output path of the vector.
-        target: The model to save. Nothing is written if the vector does not fit the model.
+        target: The model to save. Nothing is written if the vector does not match the model.
         start: Value of `time.perf_counter()` at the start of the command.
         show: Whether to print a summary.
         quiet: Whether to suppress notes.
-        method: Report of the method that produced the vector. A summary of it is printed.
+        method: The method that produced the vector, with its report, of which a summary is printed.
 
     Returns:
         The result for `--json`.
@@ -202,7 +202,7 @@ def write(
         print_line(f"wrote {output}: {', '.join(vector.tasks)}: {size}" if vector.tasks else f"wrote {output}: {size}")
         if method:
             print_solved(method)
-    # Uses the saved vector, because the tensors of `tau` would be computed again.
+    # The saved vector is used, because the tensors of `tau` would be computed again.
     saved = _save_model(model, vector, target.path, show=show, quiet=quiet) if model and target.path else None
     if show:
         print_next("eval", *model_arguments(vector.about.base), "--vector", output, *task_arguments(vector.tasks))
@@ -224,7 +224,7 @@ def write(
 
 
 def _load_base_model(tau: TaskVector, target: ModelOutput, *, show: bool) -> Model | None:
-    """Loads the model to save and checks that the vector fits it."""
+    """Loads the model to save and checks that the vector matches the model."""
     if target.path is None:
         return None
     from kfacpack.curvature.matrices.components import TORCH_TYPES
@@ -251,7 +251,7 @@ def _save_model(model: Model, tau: TaskVector, path: Path, *, show: bool, quiet:
 
 
 def method_output(method: MethodEntry) -> MethodOutput:
-    """Returns the report of a merged vector for `--json`."""
+    """Returns a merge method and its report for `--json`."""
     return {
         "method": method.name,
         "settings": method.settings,
@@ -272,7 +272,7 @@ def method_output(method: MethodEntry) -> MethodOutput:
 
 
 def print_solved(method: MethodEntry) -> None:
-    """Prints a summary of the blocks that were solved with curvature."""
+    """Prints a summary of the per-block solutions of a merge method that uses curvature."""
     if method.solved:
         before, after = method.objective
         print_line(
@@ -319,7 +319,7 @@ def _setting_options() -> list[inspect.Parameter]:
 
 
 def _with_setting_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of `_setting_options` to a command; their values are passed to it as `**settings`."""
+    """Adds the options from `_setting_options` to a command, which receives their values as `**settings`."""
     hints = get_type_hints(command)
     fixed = [
         parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
@@ -360,14 +360,14 @@ def add(
         "--alpha",
         metavar="α",
         help="Factor α of the result; if repeated, one factor per vector, in order. The results of all methods have "
-        "the scale of the sum, not the mean. [default: 1]",
+        "the scale of the sum of the vectors, not the mean. [default: 1]",
     ),
     bundle: list[File] | None = option(
         METHOD_PANEL,
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="Bundle of the task of a vector; repeatable, in any order. Required by "
+        help="Bundle for the task of a vector; repeatable, in any order. Required by "
         f"{', '.join(name for name, method in METHODS.items() if method.needs_bundles)}.",
     ),
     save_model: Path | None = SAVE_MODEL,
@@ -378,7 +378,7 @@ def add(
     quiet: bool = QUIET,
     **settings: Any,
 ) -> None:
-    """Add task vectors, or merge them by another method. The result has the heads of all tasks.
+    """Add task vectors, or merge them with another method. The result has the heads of all tasks.
 
     The vectors must have the same base model, regime and output function f, and the same head for each task that they
     share. Methods that use bundles take one bundle per task, matched by base model, f and task.

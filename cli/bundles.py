@@ -41,7 +41,7 @@ class QuadraticErrorOutput(TypedDict):
     """Relative errors of τᵀGτ."""
 
     random: float
-    """Error on random task vectors, as the root mean square."""
+    """Root-mean-square error on random task vectors."""
     along: float
     """Error on task vectors drawn from N(0, G)."""
     vector: float | None
@@ -58,7 +58,7 @@ class BlockCompressionOutput(TypedDict):
     """Roles, such as A or B, of the matrices that were left unchanged because the codec would not make them smaller."""
     bytes: int
     dense_bytes: int
-    """Size of the dense matrices in float32."""
+    """Size of the matrices if stored as dense float32."""
     ratio: float | None
     """`bytes` divided by `dense_bytes`."""
     frobenius: float
@@ -70,7 +70,7 @@ class CompressionOutput(TypedDict):
     """Size and errors of a compressed bundle."""
 
     dense_bytes: int
-    """Size of all matrices if stored dense in float32."""
+    """Size of all matrices if stored as dense float32."""
     ratio: float
     """Size of the file divided by `dense_bytes`."""
     frobenius: float
@@ -89,7 +89,7 @@ class CompressOutput(CompressionOutput):
     bytes: int
     """Size of the compressed bundle."""
     input_bytes: int
-    """Size of the input."""
+    """Size of the input bundle."""
 
 
 def compress(
@@ -97,7 +97,7 @@ def compress(
     spec: str | None = typer.Argument(
         None,
         metavar="CODEC",
-        help="Codec: block:K, svd:R, svd:P%, prune:P%, int8, fp16 or bf16. Codecs are joined by +, as in block:8+int8.",
+        help="Codec: block:K, svd:R, svd:P%, prune:P%, int8, fp16 or bf16. Join codecs with +, as in block:8+int8.",
     ),
     output: Path | None = output_option("SMALL.kfac", None),
     budget: str | None = option(
@@ -169,7 +169,7 @@ def compress(
 
 
 def report_json(report: CompressionReport, size: int) -> CompressionOutput:
-    """Returns a compression report as JSON.
+    """Returns a compression report for `--json`.
 
     Args:
         report: The report.
@@ -283,14 +283,14 @@ def merge(
         None,
         "--without",
         metavar="TASK",
-        help="Leave out this task; repeatable. If it is part of a bundle merged with tak, its own bundle must be among "
-        "the inputs and is subtracted.",
+        help="Leave out this task; repeatable. If the task is part of a bundle merged with tak, the bundle of the task "
+        "itself must be among the inputs and is subtracted.",
     ),
     allow_partial: bool = option(
         MERGE_PANEL,
         False,
         "--allow-partial",
-        help="Allow blocks that are missing in some bundles; they are merged from the other bundles.",
+        help="Allow blocks that are missing in some bundles. Such blocks are merged from the other bundles.",
     ),
     blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the error of every block."),
     max_shard_size: str | None = MAX_SHARD_SIZE,
@@ -301,7 +301,7 @@ def merge(
 
     By default, the weights w_t are the dataset sizes, scaled to a mean of one.
 
-    A bundle of all tasks can be reused to train each of them:
+    To reuse a bundle of all tasks for training on one of them, subtract the bundle of that task:
     kfacpack merge all.kfac dtd.kfac --without dtd -o others.kfac
     """
     # Imported here so that --help does not wait for torch.
@@ -373,7 +373,7 @@ class MergeErrorsOutput(TypedDict):
     """Relative errors in the Frobenius norm."""
 
     frobenius: float | None
-    """The approximation error; null if it is unknown because a task was subtracted."""
+    """The approximation error; null if a task was subtracted, because the error is then unknown."""
     bound: float | None
     """The paper's bound on the error; null if the merge is exact or the error is unknown."""
 
@@ -451,7 +451,7 @@ def _print_errors(report: MergeReport, rule: str) -> None:
         print_line("the merge is exact: no approximation error")
     for block in report.partial:
         print_line(
-            f"partial: block {block.name} is missing in {', '.join(block.missing)}; merged from the other bundles"
+            f"partial: block {block.name} is missing in {', '.join(block.missing)}; it is merged from the other bundles"
         )
 
 

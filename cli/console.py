@@ -137,7 +137,7 @@ def print_json(value: Any) -> None:
 
 
 class SpeedColumn(ProgressColumn):
-    """Column of a progress bar that shows the number of examples per second."""
+    """Progress bar column that shows the number of examples per second."""
 
     def render(self, task: Task) -> Text:
         """Returns the text of the column for one progress bar."""
@@ -150,7 +150,7 @@ def _bar(
 ) -> Iterator[Callable[..., None]]:
     """Draws a progress bar with extra columns; yields a function that passes its arguments to `Progress.update`."""
     if not (show and err.is_terminal):
-        # A disabled Progress of rich 13.7 prints an empty line.
+        # In rich 13.7, a disabled Progress prints an empty line.
         yield lambda **changes: None
         return
     all_columns = (
@@ -187,11 +187,11 @@ def work_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int, str], Non
 
 
 class StageRows:
-    """Progress display of a plan: one bar for all stages, with the remaining time, and one for each running stage.
+    """Progress display for a plan: one bar for all stages, with the remaining time, and one for each running stage.
 
     Args:
         costs: The relative cost of each pending stage, by key.
-        total: Number of all stages, finished and pending.
+        total: Total number of stages, finished and pending.
         show: Whether to draw the bars. They are drawn only if stderr is a terminal.
     """
 
@@ -224,7 +224,7 @@ class StageRows:
 
     @contextmanager
     def row(self, name: str, key: str) -> Iterator[Callable[[int, int, str], None]]:
-        """Draws the bar of a stage; yields `update(done, total, status)`."""
+        """Draws the bar for a stage; yields `update(done, total, status)`."""
         if not self._bars:
             yield lambda done, total, status: None
             return
@@ -240,7 +240,7 @@ class StageRows:
         try:
             yield update
         except BaseException:
-            bars.update(self._all, advance=-before[0])  # the stage has to be computed again
+            bars.update(self._all, advance=-before[0])  # the stage will be computed again
             raise
         else:
             self._done += 1
@@ -257,7 +257,7 @@ def checks_bar(name: str, *, show: bool) -> Iterator[Callable[[str, int, int], N
 
 
 class TrainingProgress:
-    """Progress callback of a training run; `last` holds the metrics of the latest step."""
+    """Progress callback for a training run; `last` contains the metrics of the latest step."""
 
     def __init__(self, update: Callable[..., None]):
         self._update = update
@@ -285,16 +285,16 @@ def loading(name: str, *, show: bool) -> AbstractContextManager[Any]:
 
 
 SIGNAL_INTERVAL = 1.0
-"""Time in seconds for which further signals are ignored after the first one. On Ctrl-C, a process may receive one
-signal from the terminal and another from its launcher."""
+"""Time in seconds after the first signal during which further signals are ignored. On Ctrl-C, a process may receive
+one signal from the terminal and another from its launcher."""
 
 
 @contextmanager
 def stop_on_interrupt(message: str) -> Iterator[Callable[[], bool]]:
-    """Stops an operation cleanly: the first Ctrl-C or SIGTERM lets the current batch finish, the second stops at once.
+    """Stops an operation cleanly: the first Ctrl-C or SIGTERM lets the current batch finish; the second stops at once.
 
     Args:
-        message: Text to print after "interrupted; " when the operation has stopped. The exit code is then 130.
+        message: Text to print after "interrupted; " when the operation has stopped. The exit code is 130.
 
     Yields:
         A function that returns whether a stop was requested.

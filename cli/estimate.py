@@ -105,7 +105,7 @@ def estimate(
         ESTIMATE_PANEL,
         "l2",
         "--metric",
-        help="How changes of f are measured. l2: by the squared norm. kl: by the KL divergence between the output "
+        help="How changes in f are measured. l2: by the squared norm. kl: by the KL divergence between the output "
         "distributions of a language model.",
     ),
     sharing: Sharing = option(
@@ -125,8 +125,8 @@ def estimate(
         None,
         "--compress",
         metavar="CODEC",
-        help="Codec of the bundle, as for `kfacpack compress`, such as block:8 or svd:32+int8. With block:K, only the "
-        "diagonal blocks are computed.",
+        help="Compress the bundle with this codec, such as block:8 or svd:32+int8; see `kfacpack compress`. With "
+        "block:K, only the diagonal blocks are computed.",
     ),
     seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Seed for the choice of examples and for the probes."),
     batch_size: int = option(RUN_PANEL, 32, "--batch-size", min=1, help="Number of examples per forward pass."),
@@ -135,8 +135,8 @@ def estimate(
         RUN_PANEL,
         False,
         "--stream",
-        help="Estimate layer by layer. Only the factors of one layer are in memory and, for hf: and lm: models, only "
-        "its weights.",
+        help="Estimate layer by layer, with the factors of only one layer in memory. For hf: and lm: models, only the "
+        "weights of this layer are in memory as well.",
     ),
     stream_folder: Path | None = option(
         RUN_PANEL,
@@ -166,14 +166,15 @@ def estimate(
 ) -> None:
     """Estimate the curvature of a model on a task and write it to a bundle.
 
-    The curvature is the generalised Gauss-Newton matrix of f, the model output whose change the curvature measures.
+    The curvature is the generalised Gauss-Newton matrix of the model output f. It measures how strongly a change to the
+    weights changes f.
 
-    Ctrl-C stores the state beside the output. With --resume, the command continues from there, and the result has the
-    same bytes as without the interruption. Processes started by torchrun or accelerate share the work:
+    Ctrl-C saves the state beside the output. With --resume, the command continues from there, and the result has the
+    same bytes as that of an uninterrupted run. Processes started by torchrun or accelerate share the work:
     `torchrun --nproc-per-node 2 -m kfacpack_cli estimate …`
 
-    With --stream, the factors of only one layer are in memory at a time, and the result is the same. Intermediate files
-    are stored in a folder beside the output. An output named NAME.kfac.index.json is divided into several files.
+    With --stream, the factors of only one layer are in memory at a time; the result is the same. Intermediate files are
+    stored in a folder beside the output. An output named NAME.kfac.index.json is divided into several files.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
@@ -198,7 +199,7 @@ def estimate(
     with distributed.process_group(torch_device):
         show = distributed.rank() == 0 and not (quiet or as_json)
         with loading(model, show=show):
-            # The task is loaded first, so that a misspelt name is reported before the model is loaded.
+            # The task is loaded first, so that a misspelt task name is reported before the model is loaded.
             loaded_task = load_task_option(task, data, columns, model, quiet=quiet or distributed.rank() != 0)
             loading_mode: Loading = "memory" if not stream else "shapes" if dry_run else "layers"
             loaded_model = load_model_option(
@@ -243,10 +244,10 @@ class EstimateOutput(TypedDict):
     examples: int
     """Number of examples that were used."""
     dataset_size: int
-    """Number of examples in the split. `kfacpack merge` uses it as the weight of the bundle."""
+    """Number of examples in the split. `kfacpack merge` uses this number as the weight of the bundle."""
     seconds: float
     compression: NotRequired[CompressionOutput]
-    """Errors of the compression; only with `--compress`."""
+    """Size and errors of the compressed bundle; only with `--compress`."""
 
 
 def _parse_shard(shard: str | None) -> tuple[int, int]:
@@ -299,7 +300,7 @@ def _run(run: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: 
 
 
 def _print_wide_factors(sides: list[int], run: TaskEstimate) -> None:
-    """Prints a note if only diagonal blocks of wide factors were computed."""
+    """Prints a note if wide factors are computed only as diagonal blocks."""
     from kfacpack.estimation.collectors import WIDE_BLOCKS, WIDE_SIDE
 
     wide = [side for side in sides if side > WIDE_SIDE]

@@ -59,14 +59,14 @@ def read_individual(values: list[str], sets: Mapping[str, EvaluationSet]) -> dic
     """Parses the values of --individual.
 
     Args:
-        values: Files of vectors, TASK=NUMBER, or JSON files of earlier evaluations.
+        values: Vector files, TASK=NUMBER pairs, or JSON files with the output of earlier evaluations.
         sets: Evaluation sets by task.
 
     Returns:
         For each task, the accuracy with its own vector, or the vector itself.
 
     Raises:
-        KfacpackError: If a value is invalid, does not belong to an evaluated task, or repeats a task.
+        KfacpackError: If a value is invalid, is for a task that is not evaluated, or repeats a task.
     """
     individual: dict[str, float | TaskVector] = {}
     for value in values:
@@ -163,7 +163,7 @@ def evaluate(
         None,
         "--vector",
         metavar="FILE.safetensors",
-        help="Task vector to add. Its heads are used unless --head is given.",
+        help="Task vector to add. The heads in the vector are used unless --head is given.",
     ),
     alpha: str | None = option(
         VECTOR_PANEL,
@@ -178,14 +178,14 @@ def evaluate(
         None,
         "--individual",
         metavar="FILE|TASK=X|FILE.json",
-        help="Normalise the accuracy on a task by that of its own vector. Pass the vector, the accuracy, or a file "
-        "with the output of `kfacpack eval --json`; repeatable.",
+        help="Normalise the accuracy on a task by the accuracy of the task's own vector. Pass the vector, the "
+        "accuracy, or a file with the output of `kfacpack eval --json`; repeatable.",
     ),
     choose: bool = option(
         VECTOR_PANEL,
         False,
         "--choose",
-        help="Choose the α with the highest mean accuracy on the validation split and evaluate it on the test split.",
+        help="Choose the α with the highest mean accuracy on the validation split, and evaluate on the test split.",
     ),
     control: str | None = option(
         VECTOR_PANEL,
@@ -210,7 +210,7 @@ def evaluate(
         None,
         "--data",
         metavar="DIR|TASK=DIR",
-        help="Data of the task: a folder or hf://datasets/…, as for `kfacpack train`. With several tasks or --control, "
+        help="Data of the task: a folder or hf://datasets/… (see `kfacpack train`). With several tasks or --control, "
         "pass TASK=DIR; repeatable.",
     ),
     columns: str | None = COLUMNS,
@@ -226,8 +226,8 @@ def evaluate(
 ) -> None:
     """Evaluate the accuracy of a model on tasks, with or without a task vector.
 
-    With --vector, the model plus α times the vector is evaluated. Vectors of the linear regime are evaluated in the
-    linearised model, where a range of α costs hardly more than a single value.
+    With --vector, the model plus α times the vector is evaluated. Vectors trained in the linear regime are evaluated in
+    the linearised model, where a range of α costs hardly more than a single value.
     """
     names = [*task, *(more or [])]
     _check_names(names, control)
@@ -267,7 +267,7 @@ def evaluate(
         loaded_model = load_model_option(model, weights, image_size, dtype, torch_device, prompts=prompts)
     for added in (tau, *own_vectors.values()):
         if isinstance(added, TaskVector):
-            added.check(loaded_model.module, loaded_model.function)  # before any long computation
+            added.check(loaded_model.module, loaded_model.function)  # fails before any long computation
     evaluator = Evaluator(loaded_model, head, batch_size, show)
     heads = {loaded.name: evaluator.head(loaded, tau) for loaded in tasks}
     if vector and tau and head == "auto" and not quiet:
@@ -311,7 +311,7 @@ def _check_names(names: list[str], control: str | None) -> None:
     if repeated := first_duplicate(names):
         raise KfacpackError(f"task {printable(repeated)!r} is given twice")
     if control in names:
-        raise KfacpackError(f"--control {printable(str(control))}: is also an evaluated task; pass another task")
+        raise KfacpackError(f"--control {printable(str(control))}: is also an evaluated task; pass a different task")
 
 
 def _check_combination(

@@ -1,6 +1,6 @@
 """Evaluation modes of `kfacpack eval`, and their output as tables and CSV.
 
-The modes are a single α, a sweep, α chosen on the validation split, and negation.
+The modes are evaluation at a single α, a sweep over α, selection of α on the validation split, and negation.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def split_columns(names: Sequence[str], *, reserved: int, padding: int = 1) -> l
 
     Args:
         names: Column headings, usually tasks.
-        reserved: Total width of the other columns.
+        reserved: Total width of the table's other columns.
         padding: Padding of each column.
     """
     groups: list[list[str]] = [[]]
@@ -157,7 +157,7 @@ def split_columns(names: Sequence[str], *, reserved: int, padding: int = 1) -> l
 
 @dataclass(frozen=True)
 class EvaluationOutput:
-    """The result of an evaluation as JSON, as CSV rows, and as a function that prints it."""
+    """The result of an evaluation: a value for `--json`, CSV rows, and a function that prints the result."""
 
     as_json: Evaluation | SweepOutput | ChoiceOutput | NegationOutput
     rows: list[list[Any]]
@@ -176,7 +176,7 @@ class Evaluator:
     """Whether to draw progress bars."""
 
     def head(self, task: Task, vector: TaskVector | None) -> Head:
-        """Returns the head for a task. If `kind` is "auto", a head that the vector contains is preferred."""
+        """Returns the head for a task. If `kind` is "auto", the head in the vector is used if there is one."""
         from kfacpack.evaluation.accuracy import vector_head
         from kfacpack.models.heads import head_for
 
@@ -188,7 +188,7 @@ class Evaluator:
     def individual_accuracies(
         self, individual: Mapping[str, float | TaskVector], sets: Mapping[str, EvaluationSet]
     ) -> dict[str, float]:
-        """Returns the accuracy on each task with its own vector at α = 1, on the same examples.
+        """Returns the accuracy of each task's own vector at α = 1, on the examples that are evaluated.
 
         Args:
             individual: For each task, its vector or, if known, the accuracy with this vector.
@@ -219,7 +219,7 @@ class Evaluator:
             sets: Evaluation sets by task.
             vector: The task vector, or None to evaluate the base model.
             alphas: The factors α of the vector.
-            individual: Accuracies of the tasks' own vectors, by task, used for normalised accuracies.
+            individual: Accuracy of each task's own vector, by task, for normalising the accuracies.
             split: Name of the split, for the output.
         """
         from kfacpack.evaluation.sweep import best
@@ -241,13 +241,13 @@ class Evaluator:
         alphas: Sequence[float],
         individual: Mapping[str, float],
     ) -> EvaluationOutput:
-        """Chooses α by the mean accuracy on the validation split and evaluates it on the test split.
+        """Chooses α by the mean accuracy on the validation split and evaluates the vector at this α on the test split.
 
         Args:
             tasks: The tasks, with their heads and examples.
-            vector: The vector.
+            vector: The task vector.
             alphas: Candidate values of α.
-            individual: Accuracies of the tasks' own vectors, by task, used for normalised accuracies.
+            individual: Accuracy of each task's own vector, by task, for normalising the accuracies.
         """
         from kfacpack.evaluation.sweep import choose_alpha, evaluation_result, mean
 
@@ -277,11 +277,11 @@ class Evaluator:
     def negation(
         self, tasks: Sequence[SelectionTask], vector: TaskVector, alphas: Sequence[float], keep: float
     ) -> EvaluationOutput:
-        """Chooses α for the negation on the validation split and evaluates it on the test split.
+        """Chooses α for a negation on the validation split and evaluates the negation on the test split.
 
         Args:
             tasks: The tasks, with their heads and examples; the control task is the last one.
-            vector: The vector.
+            vector: The task vector.
             alphas: Candidate values of α.
             keep: Share of its accuracy that the control task must keep.
         """

@@ -49,9 +49,9 @@ SHARES = {
     "removed": "negated",
     "control_kept": "control kept",
 }
-"""Keys of the summary whose values are fractions, with their headings."""
+"""Keys of the summary whose values are fractions, with their column headings."""
 DEMO_SHARES = {"individual": "own vector", "added": "all added, α = 1"}
-"""Keys and headings for `kfacpack demo`."""
+"""Keys and column headings for `kfacpack demo`."""
 
 
 class PlannedStageOutput(TypedDict):
@@ -127,8 +127,8 @@ def run(
     """Run a plan: estimate, merge, train, add, negate, measure, and write a report.
 
     File names contain a hash of everything that determines the content. A second run therefore computes only the stages
-    that have changed, and an interrupted run continues where it stopped. The results are written to DIR/results.json,
-    the report to DIR/report.html. Both list the commands that reproduce the files.
+    that have changed, and an interrupted run continues where it stopped. The results are written to DIR/results.json
+    and the report to DIR/report.html. Both list the commands that reproduce the files.
 
     Independent stages run at the same time in worker processes, or on a Ray cluster. DIR/events.jsonl records when and
     where each stage ran, and DIR/logs contains the output of the workers. The results do not depend on --jobs.
@@ -172,13 +172,13 @@ def execute_run(plan: Plan, text: str, root: Path, options: Execution) -> None:
 
     Args:
         plan: The plan.
-        text: Its YAML source.
+        text: YAML source of the plan.
         root: Output folder.
         options: The options of the command.
     """
     start = time.perf_counter()
     if not options.dry_run:
-        # Checked here, because the report is written after all stages have been computed.
+        # Missing packages are reported here, because the report is only written after all stages.
         require(extra="report", feature="the report of a run")
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation.distributed import local_device
@@ -323,7 +323,7 @@ def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -
 
     Args:
         results: The content of `results.json`.
-        shares: Keys of the summary to print, with their headings. The AUROC is always printed.
+        shares: Keys of the summary to print, with their column headings. The AUROC is always printed.
     """
     table = plain_table("arm", "added by", numbers=[*shares.values(), "AUROC"])
     table.add_row("base model", "", "", percent(results["base"]["mean"]))
@@ -338,15 +338,15 @@ def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -
 
 
 def report(
-    run_dir: Path = typer.Argument(..., metavar="RUN_DIR", help="Output folder of a run, with results.json."),
+    run_dir: Path = typer.Argument(..., metavar="RUN_DIR", help="Output folder of a run, which contains results.json."),
     output: Path = output_option("FILE.html", Path("report.html")),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Write the results of a run as one HTML page with tables, figures and commands.
 
-    The page is self-contained. Its numbers are also written to a JSON file of the same name, and its figures as SVG and
-    PNG to the folder figures/ beside it.
+    The page is self-contained. The numbers are also written to a JSON file of the same name, and the figures to the
+    folder figures/ beside the page, as SVG and PNG.
     """
     # Imported here so that --help does not wait for matplotlib.
     from kfacpack.experiments.report import report as write_report
@@ -383,7 +383,7 @@ def demo(
     events: bool = EVENTS,
     quiet: bool = QUIET,
 ) -> None:
-    """Run an example: train vectors of three tasks on a small CLIP model, with and without the penalty.
+    """Run an example: train vectors for three tasks on a small CLIP model, with and without the penalty.
 
     The vectors are then added, negated and measured. The report is written to DIR/report.html.
 
@@ -403,7 +403,7 @@ def demo(
         raise KfacpackError(f"{output}: cannot be used for the demo: {error}. Pass another folder with -o") from error
     if existing is not None and existing != text:
         remedy = f"Run it with `kfacpack run {path} -o {output}`, or pass another folder with -o"
-        raise KfacpackError(f"{path}: exists and is not the plan of the demo. {remedy}")
+        raise KfacpackError(f"{path}: the file exists and is not the plan of the demo. {remedy}")
     write_atomically(path, text.encode())
     show = not (quiet or as_json)
     plan = parse(text, str(path))
@@ -420,12 +420,12 @@ def demo(
 INTRODUCTION = """\
 Can one model have the skills of {count} fine-tuned ones?
 
-Each task ({tasks}) fine-tunes the same small CLIP model by
-itself. The change of its weights is a task vector, and the vectors of all tasks
+The same small CLIP model is fine-tuned separately on each task ({tasks}).
+The change to the weights is a task vector, and the vectors of all tasks
 are added to the model. This is done twice:
   without        ordinary fine-tuning: the vectors interfere with each other
-  kfac           with a penalty made from the curvature of the other tasks, which
-                 is a few matrices per layer and is shared instead of data
+  kfac           with a penalty made from the curvature of the other tasks: a few
+                 matrices per layer, which are shared instead of data
 
 The plan is {plan}. Its stages:"""
 CLOSING = """\
@@ -455,7 +455,7 @@ def idle_jobs() -> int | None:
 
 
 def _idle_cores(seconds: float = 0.5) -> float | None:
-    """Returns the mean number of idle cores over `seconds`, or None if the system does not report it."""
+    """Returns the mean number of idle cores over `seconds`, or None if the system does not report idle times."""
 
     def idle_seconds() -> float:
         _, _, _, _, idle, waiting, *_ = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=7)

@@ -81,7 +81,7 @@ class LostParameterOutput(TypedDict):
     parameter: str
     reason: str
     share: float
-    """Share of the parameter in the squared norm of the vector."""
+    """The parameter's share of the squared norm of the vector."""
     metric_share: float | None
     """τᵀGτ of this parameter alone, relative to that of the whole vector; null without `--bundle`."""
 
@@ -93,7 +93,7 @@ class AdapterOutput(TypedDict):
     bytes: int
     """Size of the weights file of the adapter."""
     rank: int
-    """Largest rank of all matrices."""
+    """Largest rank among the matrices."""
     error: float
     """Relative error of the whole vector in the Frobenius norm, including lost parameters."""
     metric_error: float | None
@@ -101,7 +101,8 @@ class AdapterOutput(TypedDict):
     matrices: list[AdapterMatrixOutput]
     lost: list[LostParameterOutput]
     linearised: bool
-    """Whether the vector was trained in the linearised model, whose outputs differ from those with the adapter."""
+    """Whether the vector was trained in the linearised model, whose outputs differ from those of the model
+    with the adapter."""
 
 
 ADAPTER_PANEL = "LoRA adapter"
@@ -109,7 +110,7 @@ ADAPTER_PANEL = "LoRA adapter"
 
 def export(
     file: File = typer.Argument(..., metavar="FILE", help="Bundle or task vector to export."),
-    output: Path = output_option("PATH", help="Output: a .safetensors file for a bundle, a folder for an adapter."),
+    output: Path = output_option("PATH", help="Output: a .safetensors file for a bundle, or a folder for an adapter."),
     dtype: FloatType = option(RUN_PANEL, "float32", "--dtype", help="Data type of the exported matrices of a bundle."),
     lora: int | None = option(
         ADAPTER_PANEL, None, "--lora", min=1, metavar="RANK", help="Write a task vector as a LoRA adapter of this rank."
@@ -138,7 +139,7 @@ def export(
     parameters form the matrix that the factors act on, how the factors are scaled, and how to apply them.
 
     For a task vector, --lora RANK writes a folder that peft.PeftModel.from_pretrained loads onto the base model. An
-    adapter cannot contain biases, norms, tokens and embeddings; they are listed with their share of the vector.
+    adapter cannot contain biases, norms, tokens or embeddings; these are listed with their share of the vector.
     """
     is_vector = VECTOR.manifest in open_container(file).metadata
     check_output(output, [file, *([bundle] if bundle else [])], allow_folder=is_vector)
@@ -282,13 +283,13 @@ class ImportOutput(TypedDict):
     positions: int
     """Number of positions per example in layers that process every token."""
     weights_compared: bool
-    """Whether the factors contain enough information to verify that they were computed at the model's weights."""
+    """Whether the files contain enough information to verify that the factors were computed at the model's weights."""
     left_out: list[LeftOutOutput]
 
 
 def import_(
     layout: ImportLayout = typer.Argument(
-        ..., metavar="mammoth", help="Layout of the files. mammoth: the framework of the paper's authors."
+        ..., metavar="mammoth", help="Layout of the files. mammoth: files from the framework of the paper's authors."
     ),
     source: str = typer.Argument(..., metavar="DIR|hf://OWNER/REPO/DIR", help="Folder with the files."),
     output: Path = output_option("FILE.kfac"),
@@ -301,8 +302,8 @@ def import_(
         None,
         "--task",
         metavar="TASK",
-        help="Task name to record in the bundle. If the folder contains the tasks of seq-8vision, it also selects the "
-        "files.",
+        help="Task name to record in the bundle. If the folder contains the tasks of seq-8vision, the name also "
+        "selects the files.",
     ),
     files: str | None = option(
         FACTORS_PANEL,
@@ -323,7 +324,7 @@ def import_(
         "--samples",
         min=1,
         metavar="M",
-        help="Number of probes per example. Required with --fisher mc, because the files do not record it.",
+        help="Number of probes per example. Required with --fisher mc, because the files do not record the number.",
     ),
     dataset_size: int | None = option(
         FACTORS_PANEL,

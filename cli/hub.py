@@ -166,7 +166,7 @@ def push(
             f"{printable(repository)}: expected files and a repository, such as: kfacpack push t.kfac owner/repo"
         )
     if Path(repository).exists():
-        raise KfacpackError(f"{printable(repository)}: is a file; the last argument is the repository, owner/repo")
+        raise KfacpackError(f"{printable(repository)}: is a file; the last argument must be the repository, owner/repo")
     # Imported here so that --help does not wait for torch.
     from kfacpack.hub.push import push as push_files
 
@@ -236,7 +236,7 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
         state = ", a new repository" if result.creates else ""
         print_line(f"pushed to {target}{state}: commit {result.commit[:12]}{card}")
         item = result.files[0].item
-        # The first command installs kfacpack; the second shows a bundle or downloads a vector.
+        # The first command installs kfacpack; the second inspects a bundle or downloads a vector.
         reference = Reference(result.repository, item.name, result.revision)
         print_line(f"next: {item.commands(str(reference))[1]}", style="dim")
 
@@ -257,12 +257,12 @@ def pull(
     """Download bundles and task vectors, verify them and show what they contain.
 
     OWNER/REPO@REVISION selects a branch, tag or commit. Interrupted downloads are resumed. Each file is compared with
-    the Hub's SHA-256 and verified as by `kfacpack verify`. If a check fails, the file is not saved and the exit code
-    is 1. For private repositories, log in with: hf auth login
+    the Hub's SHA-256 and goes through the checks of `kfacpack verify`. If a check fails, the file is not saved and the
+    exit code is 1. For private repositories, log in with: hf auth login
     """
     if listing:
         if flag := next((flag for flag, value in (("FILE", files), ("-o", output), ("--force", force)) if value), None):
-            raise KfacpackError(f"--list: downloads nothing; expected no {flag}")
+            raise KfacpackError(f"--list only lists files and cannot be combined with {flag}; omit one of them")
         _list_files(source, as_json=as_json)
         return
     # Imported here so that --help does not wait for torch.
@@ -316,7 +316,7 @@ def search(
         None,
         "--base-model",
         metavar="MODEL",
-        help="Base model: a name as for --model, or its id on the Hub.",
+        help="Base model: a model name, as passed to --model, or a model id on the Hub.",
     ),
     task: str | None = option(FILTER_PANEL, None, "--task", metavar="TASK", help="Name of a task."),
     author: str | None = option(FILTER_PANEL, None, "--author", metavar="NAME", help="User or organisation."),

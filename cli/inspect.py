@@ -50,20 +50,20 @@ def inspect(
         RUN_PANEL,
         False,
         "--blocks",
-        help="List the parameters, form and size of every block. For a task vector, list every parameter and, if "
-        "the merge method solved for each block, the iterations, residual and objective of every block.",
+        help="List the parameters, form and size of every block. For a task vector, list every parameter. If the "
+        "vector was merged with curvature, also list the iterations, residual and objective of every block.",
     ),
     norms: bool = option(
         RUN_PANEL,
         False,
         "--norms",
-        help="For a task vector, also read the tensors and show the norm of the change of every parameter.",
+        help="For a task vector, also read the tensors and show the norm of each parameter's change.",
     ),
     as_json: bool = AS_JSON,
 ) -> None:
     """Show what a bundle or task vector contains, without reading its tensors.
 
-    Only the header is read, or downloaded from hf://OWNER/REPO/FILE, so this is quick for files of any size. With
+    Only the header is read, or downloaded from hf://OWNER/REPO/FILE, so this is fast for files of any size. With
     --norms, the tensors of a task vector are read and their hashes are checked. `kfacpack verify` checks the tensors of
     a bundle. --json prints the whole manifest.
     """
@@ -92,7 +92,7 @@ class InspectOutput(TypedDict):
     """Digest of the bundle."""
     bytes: int
     dense_bytes: int
-    """Size of the matrices if stored dense in float32."""
+    """Size of the matrices if stored as dense float32."""
     weights: int
     """Number of weights that the bundle covers."""
     manifest: dict[str, Any]
@@ -103,13 +103,13 @@ ChangeForm = Literal["dense", "factored", "sparse", "unchanged"]
 
 
 class VectorParameterOutput(TypedDict):
-    """The change of one parameter."""
+    """The change to one parameter."""
 
     name: str
     shape: list[int]
     form: ChangeForm
     rank: int | None
-    """Rank of the factors; 0 if the parameter does not change, null for a dense change."""
+    """Rank of the factors; 0 if the parameter does not change, null for a dense or sparse change."""
     remainder: int | None
     """Number of elements that need a float64 remainder to make extracted checkpoints exact; null if there are none."""
     entries: int | None
@@ -127,7 +127,7 @@ class VectorInspectOutput(TypedDict):
     """Digest of the vector."""
     bytes: int
     dense_bytes: int
-    """Size of the changes if stored dense in float32."""
+    """Size of the changes if stored as dense float32."""
     weights: int
     """Number of weights that the vector covers."""
     norm: float | None
@@ -135,7 +135,7 @@ class VectorInspectOutput(TypedDict):
     parameters: list[VectorParameterOutput]
     manifest: dict[str, Any]
     """The manifest as stored in the file: base model, f, regime, tasks, heads, addends, checkpoints and, for a merged
-    vector, the method with the report of every block."""
+    vector, the method with a report on every block."""
 
 
 def _as_json(bundle: Bundle) -> InspectOutput:
@@ -250,7 +250,7 @@ def _inspect_vector(container: Container, *, blocks: bool, norms: bool, as_json:
 
 
 def _vector_parameters(vector: FileVector, *, norms: bool) -> Iterator[VectorParameterOutput]:
-    """Yields a description of the change of each parameter."""
+    """Yields a description of the change to each parameter."""
     manifest, tensors = vector.file.manifest, vector.file.tensors
     storage = {entry.name: entry for entry in manifest.storage}
     for number, parameter in enumerate(manifest.base.parameters):
@@ -270,7 +270,7 @@ def _vector_parameters(vector: FileVector, *, norms: bool) -> Iterator[VectorPar
 
 
 def _change_form(entry: ParameterStorage | None) -> ChangeForm:
-    """Returns the form in which the change of a parameter is stored."""
+    """Returns the form in which the change to a parameter is stored."""
     if entry is None or entry.remainder is not None:
         return "dense"
     return "sparse" if entry.entries is not None else "factored" if entry.rank else "unchanged"
@@ -375,16 +375,17 @@ def verify(
         None,
         "--model",
         metavar="MODEL|FILE",
-        help="Also check that the bundles belong to this model: its name, or a safetensors file of its weights.",
+        help="Also check that the bundles were estimated for this model: a model name, or a safetensors file with the "
+        "weights.",
     ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Check the hashes of bundles, and that their matrices are finite, symmetric and positive semi-definite.
+    """Verify the hashes of bundles, and check that the matrices are finite, symmetric and positive semi-definite.
 
-    Exit codes: 0 all checks passed, 1 a check failed, 2 a file is not a readable bundle.
+    Exit codes: 0 if all checks passed, 1 if a check failed, 2 if a file is not a readable bundle.
     """
     if model is None and (weights or image_size):
         raise KfacpackError("--weights and --image-size need a model; pass it with --model")
@@ -429,10 +430,10 @@ class BaseModels:
         self._loaded: dict[tuple[str, int], nn.Module] = {}
         self._is_file = model is not None and weights is None and image_size is None and Path(model).is_file()
         if model is not None and self._is_file:
-            weights_of_file(model)  # raises an error for a damaged file before any bundle is checked
+            weights_of_file(model)  # so that a damaged file is reported before any bundle is checked
 
     def load_for(self, manifest: Manifest) -> str | nn.Module | None:
-        """Returns the file or module to compare a bundle with, or None."""
+        """Returns the file or module to compare a bundle with; None if the weights are not compared."""
         if self._model is None or self._is_file:
             return self._model
         dtype: FloatType = (manifest.estimate and manifest.estimate.model_dtype) or "float32"

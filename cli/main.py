@@ -1,6 +1,6 @@
 """The command-line app: subcommands, help panels and exit codes.
 
-Exit codes: 0 success, 1 a check failed, 2 invalid input or usage, 130 interrupted.
+Exit codes: 0 for success, 1 if a check failed, 2 for invalid input or usage, 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .options import IMPLIED_VALUES, PLAN_SUFFIXES
 
 
 class PlainHelp:
-    """Mixin that omits the value type of flags in the help."""
+    """Mixin that omits the value type of flags from the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Returns the parameters of the command, without metavars for flags."""
@@ -72,7 +72,7 @@ class PlainCommand(PlainHelp, TyperCommand):
 def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
     """Inserts the implied value after each option in `IMPLIED_VALUES` that is given without a value.
 
-    Such an option is followed by another option, by a plan or by nothing.
+    This is the case if the option is followed by another option, by a plan file or by nothing.
     """
     complete = []
     for argument, following in pairwise([*args, "-"]):
@@ -86,7 +86,7 @@ def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
 
 
 WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-"""Error numbers of exceptions that are raised when output is written, and that name no file."""
+"""Error numbers of write failures, for exceptions without a file name."""
 
 
 class CommandGroup(PlainHelp, TyperGroup):
@@ -138,7 +138,7 @@ def main(
 
     Bundles and vectors are read from paths or from hf://OWNER/REPO/FILE. Start with: kfacpack demo.
 
-    Exit codes: 0 success, 1 a check failed, 2 invalid input or usage, 130 interrupted.
+    Exit codes: 0 for success, 1 if a check failed, 2 for invalid input or usage, 130 if interrupted.
     """
 
 
@@ -174,7 +174,7 @@ def _unwrap_help(text: str) -> str:
 
 
 def _with_hub_bars(command: Callable[..., None]) -> Callable[..., None]:
-    """Shows huggingface_hub's progress bars during a command, unless it is called with --quiet or --json."""
+    """Shows huggingface_hub's progress bars during a command, unless the command is called with --quiet or --json."""
 
     @wraps(command)
     def wrapped(**arguments: Any) -> None:
@@ -193,21 +193,21 @@ for panel, commands in COMMANDS.items():
 class _OutputDescriptor(io.FileIO):
     """Unbuffered stdout or stderr that ends the command if a write fails.
 
-    The default action of SIGPIPE is not used: it would also end the process, without a message, when a server or a
-    worker process closes its connection.
+    The default action of SIGPIPE is not used, because it would also end the process, without a message, when a server
+    or a worker process closes its connection.
     """
 
     def write(self, data: Any) -> int:
         """Writes bytes.
 
         Raises:
-            SystemExit: If the write fails. If the reader of a pipe has closed it, as in `| head`, no error is printed,
-                and the exit code is the one that shells report for SIGPIPE.
+            SystemExit: If the write fails. If the reader has closed the pipe, as in `| head`, no error is printed, and
+                the exit code is the one that shells report for SIGPIPE.
         """
         try:
             return super().write(data)
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # Python flushes the stream again when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # Python flushes the stream again at exit
             if isinstance(error, BrokenPipeError):
                 raise SystemExit(128 + signal.SIGPIPE) from None
             show_error(f"could not write the output: {error.strerror}")

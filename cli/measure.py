@@ -70,7 +70,7 @@ def _localisation(result: dict[str, Any]) -> Iterator[Table | Text]:
     if len(result["vectors"]) > 1:
         table.add_row("mean", "", "", f"{result['auroc']:.3f}", style="bold")
     yield table
-    yield Text("mean squared change of f, and the AUROC with which it separates the tasks", style="dim")
+    yield Text("mean squared change in f, and the AUROC with which it separates the tasks", style="dim")
 
 
 def _drift(result: dict[str, Any]) -> Iterator[Table | Text]:
@@ -127,7 +127,7 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
 def _ranked_pairs(result: dict[str, Any]) -> Iterator[Table | Text]:
     """Yields a table of pairs of a vector and another task, sorted by `aligned` in descending order.
 
-    It contains all pairs whose drift was measured or, if there are none, the first `TOP_PAIRS` pairs.
+    The table contains all pairs whose drift was measured or, if there are none, the first `TOP_PAIRS` pairs.
     """
     others = sorted((pair for pair in result["pairs"] if not pair["own"]), key=lambda pair: -pair["aligned"])
     measured = [pair for pair in others if pair["measured"] is not None]
@@ -255,14 +255,14 @@ def measure(
     """Measure how task vectors affect each other's tasks, or how well a bundle predicts the effect.
 
     disentanglement: the share of predictions on the tasks of two vectors that change when the other vector is added,
-    for every pair of α.
+    for every pair of values of α.
 
-    localisation: the change of the output f that each vector causes on its own task and on other tasks, and how well
+    localisation: the change in the output f that each vector causes on its own task and on other tasks, and how well
     this change separates the tasks (AUROC).
 
-    drift: the change of f on a task as predicted by its bundle, compared with the measured change.
+    drift: the change in f on a task as predicted by its bundle, compared with the measured change.
 
-    interference: the change of f that each vector causes on each task, as predicted by the bundles without data or
+    interference: the change in f that each vector causes on each task, as predicted by the bundles without data or
     model, and the layers that contribute most to it.
 
     spectra: the eigenvalues of a bundle's matrices.
@@ -370,16 +370,16 @@ def _load_vectors(files: list[File]) -> dict[str, TaskVector]:
 
 
 def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvature]:
-    """Returns the curvatures by task. Merged bundles, if allowed, are named after their file, without its suffix."""
+    """Returns the curvatures by task. Merged bundles, if allowed, have the name of their file without the suffix."""
     from kfacpack.curvature.curvature import load
 
     curvatures: dict[str, Curvature] = {}
     for file in files:
         curvature = load(file)
         if curvature.about.source is None and not (allow_merged and curvature.about.merge):
-            problem = "expected a bundle of one task, got one that is merged or does not name its task"
+            problem = "expected a bundle of one task, got a bundle that is merged or does not name its task"
             if allow_merged:
-                problem = "expected a bundle of one task or a merged bundle, got one that does not name its task"
+                problem = "expected a bundle of one task or a merged bundle, got a bundle that does not name its task"
             raise KfacpackError(f"{file}: {problem}. Drift is predicted and measured per task")
         name = curvature.about.source.task if curvature.about.source else Path(locate(file).name).stem
         _require_new_task(curvatures, name, file)
@@ -401,7 +401,7 @@ def _measured_tasks(curvatures: Mapping[str, Curvature], data: Sequence[str], *,
 
 def _require_new_task(loaded: Mapping[str, object], task: str, file: File) -> None:
     if task in loaded:
-        raise KfacpackError(f"{file}: another file also belongs to task {printable(task)!r}; pass one file per task")
+        raise KfacpackError(f"{file}: there is already a file for task {printable(task)!r}; pass one file per task")
 
 
 def _evaluation_sets(
@@ -413,7 +413,7 @@ def _evaluation_sets(
 
     folders = data_folders(names, data)
     if repeated := first_duplicate(names):
-        raise KfacpackError(f"--task {printable(repeated)}: is given twice or is already the task of a vector")
+        raise KfacpackError(f"--task {printable(repeated)}: the task is given twice or is already the task of a vector")
     registered = {**TASKS, **PUBLISHED}
     if unknown := [name for name in names if name not in folders and base_task_name(name) not in registered]:
         name = printable(unknown[0])

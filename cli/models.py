@@ -30,7 +30,7 @@ class EmbeddedModelOutput(TypedDict):
     width: int
     """Width of the output f."""
     image_size: int
-    """Image side in pixels."""
+    """Side length of the input images in pixels."""
     bytes: int
     """Size of the weights file."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 File = str
-"""Type of an input file: a path or hf://owner/repo[@revision]/FILE. A `Path` would replace `//` by `/`."""
+"""Type of an input file: a path or hf://owner/repo[@revision]/FILE. A `Path` would replace `//` with `/`."""
 
 MODEL_PANEL, DATA_PANEL, RUN_PANEL = "Model", "Data", "Run"
 """Titles of the help panels."""
@@ -38,7 +38,7 @@ def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any
     Args:
         panel: Help panel in which the option is listed.
         default: Default value; `...` makes the option required.
-        *names: Flags, such as "--output", "-o".
+        *names: Flags, such as "--output" and "-o".
         help: Help text. Square brackets in it are escaped, so that rich does not interpret them as markup.
         **more: Further arguments of `typer.Option`.
     """
@@ -49,7 +49,7 @@ def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any
 IMPLIED_VALUES = {"--ray": "auto"}
 """Options whose value may be omitted, with the values that are used in this case."""
 PLAN_SUFFIXES = (".yaml", ".yml")
-"""Endings of plan file names. A word with such an ending is the plan even if it follows one of these options."""
+"""File extensions of plans. An argument with such an extension is the plan, even if it follows one of these options."""
 
 
 def output_option(metavar: str, default: Any = ..., help: str = "Output file.") -> Any:
@@ -90,14 +90,19 @@ WEIGHTS = option(
     help="Safetensors file with the model's weights, or `random` for random weights. [default: the pretrained weights]",
 )
 IMAGE_SIZE = option(
-    MODEL_PANEL, None, "--image-size", min=1, metavar="N", help="Image side in pixels. [default: the model's own]"
+    MODEL_PANEL,
+    None,
+    "--image-size",
+    min=1,
+    metavar="N",
+    help="Side length of the input images in pixels. [default: the model's own]",
 )
 PROMPTS = option(
     MODEL_PANEL,
     None,
     "--prompts",
-    help="Prompt style of a t5: model (t5, flan) or an lm: model (plain, chat). [default: the style the model was "
-    "trained with]",
+    help="Prompt style of a t5: model (t5, flan) or an lm: model (plain, chat). [default: the style that the "
+    "model was trained with]",
 )
 DEVICE = option(
     MODEL_PANEL,
@@ -124,8 +129,9 @@ HEAD = option(
     MODEL_PANEL,
     "auto",
     "--head",
-    help="Classification head. text: embeddings of the class names. words: the class names as next words (t5:, lm:). "
-    "prototypes: class means of the training examples. auto: the first of these that the model supports.",
+    help="Classification head. text: embeddings of the class names. words: predictions of the class names as next "
+    "words (t5:, lm:). prototypes: class means of the training examples. auto: the first of these that the model "
+    "supports.",
 )
 TASK_HELP = "Task name, as listed by `kfacpack tasks`, or any name with --data"
 TASK = option(DATA_PANEL, ..., "--task", metavar="TASK", help=f"{TASK_HELP}.")
@@ -168,7 +174,7 @@ THREADS = option(
     "--threads",
     min=1,
     metavar="N",
-    help="Number of threads of each stage; it affects rounding. [default: OMP_NUM_THREADS; on a CPU, 1 for models with "
+    help="Number of threads per stage, which affects rounding. [default: OMP_NUM_THREADS; on a CPU, 1 for models with "
     "fewer than 50M parameters, 4 with fewer than 500M, otherwise 16]",
 )
 EVENTS = option(RUN_PANEL, False, "--events", help="Print the events of all stages to stderr, as JSON Lines.")
@@ -186,7 +192,7 @@ def task_and_folder(name: str, text: str, *, folder_optional: bool = False) -> t
         folder_optional: Whether a TASK without a folder is also valid.
 
     Returns:
-        The task and its folder; None for TASK alone.
+        The task, and its folder or None for TASK alone.
 
     Raises:
         KfacpackError: If the text does not have this form.
@@ -262,7 +268,7 @@ def load_task_option(name: str, data: str | None, columns: str | None, model: st
 
 
 def model_arguments(base: Base) -> tuple[str, ...]:
-    """Returns the `--model` argument for suggested commands, or nothing if the base model is the default."""
+    """Returns the `--model` argument for suggested commands, or an empty tuple if the base model is the default."""
     from kfacpack.hub.card import model_option
 
     model = model_option(base) or "MODEL"
@@ -270,9 +276,9 @@ def model_arguments(base: Base) -> tuple[str, ...]:
 
 
 def task_arguments(tasks: Iterable[str]) -> tuple[str, ...]:
-    """Returns the arguments of `kfacpack eval` for tasks, for suggested commands.
+    """Returns the arguments that select tasks in a suggested `kfacpack eval` command.
 
-    Vectors do not record where the data of a task is, so tasks without a registered name get a placeholder.
+    Vectors do not record where the data of a task is stored, so a task without a registered name gets a placeholder.
     """
     from kfacpack.tasks.registry import is_registered
 
@@ -313,7 +319,7 @@ def check_shard_size(size: str | None, output: Path | None) -> None:
 
 
 def _parts(file: Path) -> list[Path]:
-    """Returns the files of an input: for a bundle in several files, also its shards."""
+    """Returns the files of an input: the file itself and, for a bundle in several files, its shards."""
     try:
         return [Path(str(part)) for part in files_of(file)]
     except KfacpackError:  # an invalid index is reported when it is read
@@ -326,7 +332,7 @@ def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: b
     Args:
         output: The file to write.
         inputs: Files that the command reads; none of them may be overwritten.
-        allow_folder: Whether the output may be an existing folder, whose content is not checked here.
+        allow_folder: Whether the output may be an existing folder. The content of the folder is not checked here.
 
     Raises:
         KfacpackError: If the output is on the Hub, is a folder or an input, or if its folder does not exist or is not
@@ -336,7 +342,7 @@ def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: b
         raise KfacpackError(f"{output}: cannot write to the Hub; write a file and publish it with `kfacpack push`")
     for path in (part for file in inputs if not is_reference(file) for part in _parts(Path(file))):
         if output.exists() and path.exists() and output.samefile(path):
-            raise KfacpackError(f"{output}: is also an input; write to another file")
+            raise KfacpackError(f"{output}: this file is also an input; write to another file")
     if output.is_dir() and not allow_folder:
         raise KfacpackError(f"{output}: is a folder; expected the path of a file")
     if not output.absolute().parent.is_dir():

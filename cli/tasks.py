@@ -1,4 +1,4 @@
-"""`kfacpack tasks`: lists the tasks, shows one of them, or draws its images."""
+"""`kfacpack tasks`: lists the tasks, shows one task, or draws the images of a task."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class SheetOutput(TypedDict):
     classes: int
     """Number of classes that are drawn."""
     left_out: int
-    """Number of classes that do not fit on the sheet."""
+    """Number of classes that are not drawn because the sheet is full."""
 
 
 class TaskOutput(TypedDict):
-    """Output of `kfacpack tasks TASK --json` for an embedded task or for `--data`."""
+    """Output of `kfacpack tasks TASK --json` for an embedded task or a task with `--data`."""
 
     name: str
     classes: list[str] | None
@@ -65,9 +65,9 @@ class PublishedTaskOutput(TypedDict):
     splits: dict[str, int]
     """Number of examples by split."""
     serving: dict[str, list[str]]
-    """Names under which the repository may store each split."""
+    """Possible names of each split in the repository."""
     columns: dict[str, list[str]]
-    """Possible names of each column, by key."""
+    """Possible column names for each key of an example."""
     templates: list[str]
     """Prompts, with {} in place of the class name."""
     license: str | None
@@ -86,14 +86,14 @@ class TaskListOutput(TypedDict):
 
 def tasks(
     name: str | None = typer.Argument(
-        None, metavar="TASK", help="Task whose classes and prompts are shown; by default, all tasks are listed."
+        None, metavar="TASK", help="Task whose classes and prompts to show; by default, all tasks are listed."
     ),
     sheet: Path | None = option(
         RUN_PANEL,
         None,
         "--sheet",
         metavar="FILE.png",
-        help="Draw thumbnails of the task's images, by class, to this file.",
+        help="Save thumbnails of the task's images, grouped by class, to this file.",
     ),
     split: str | None = option(
         DATA_PANEL, None, "--split", metavar="SPLIT", help="Split to draw with --sheet. [default: train]"
@@ -102,7 +102,7 @@ def tasks(
     columns: str | None = COLUMNS,
     as_json: bool = AS_JSON,
 ) -> None:
-    """List the tasks, show one of them, or draw its images.
+    """List the tasks, show one task, or draw the images of a task.
 
     Nothing is downloaded for tasks on the Hub, unless --data or --sheet is given.
     """
@@ -230,7 +230,7 @@ def _published_rows(task: PublishedTask) -> Iterator[tuple[str, str]]:
     yield "examples", _sizes(task.sizes)
     for split in task.sizes:
         stored = f"split {task.split_names[split][0]!r} of the repository" if split in task.stored else None
-        yield split, stored or "held out of train: 10%, at most 5,000 examples"
+        yield split, stored or "held out of train: 10% of the examples, at most 5,000"
     yield "columns", ", ".join([*(f"{key}={names[0]}" for key, names in task.inputs.items()), f"label={task.label[0]}"])
     if task.drops_unlabelled:
         yield "left out", "rows without a label"

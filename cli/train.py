@@ -69,7 +69,7 @@ class TrainOutput(TypedDict):
     """Digest of the task vector."""
     bytes: int
     metrics: str
-    """File with the loss, penalty and accuracy of each step, as JSON lines."""
+    """JSON Lines file with the loss, penalty and accuracy of each step."""
     regime: RegimeName
     parameters: int
     """Number of parameters that were trained."""
@@ -81,11 +81,11 @@ class TrainOutput(TypedDict):
     loss: float | None
     """Loss of the last batch; null if no step was run."""
     penalty: float | None
-    """Penalty at the last step; null without a penalty."""
+    """Penalty at the last step; null if there is no penalty."""
     penalty_error: tuple[float, float] | None
     """Relative errors of the penalty and of its gradient; null without `--penalty-precision`."""
     accuracy: float | None
-    """Accuracy on the last batch."""
+    """Accuracy on the last batch; null if no step was run."""
     seconds: float
 
 
@@ -114,21 +114,21 @@ def train(
         f"[default: {STRENGTH:g}; {STRENGTH_KL:g} for bundles with --metric kl; {STRENGTH_ON_DATA:g} with --reg-data]",
     ),
     reg_every: int = option(
-        PENALTY_PANEL, 1, "--reg-every", min=1, metavar="N", help="Apply the penalty only at every N-th step."
+        PENALTY_PANEL, 1, "--reg-every", min=1, metavar="N", help="Apply the penalty only every N steps."
     ),
     weight: list[str] | None = option(
         PENALTY_PANEL,
         None,
         "--weight",
         metavar="GROUP=X",
-        help="Factor of the penalty for a group of blocks: norm, token, projection or an operation such as linear; "
+        help="Penalty factor for a group of blocks: norm, token, projection or an operation such as linear; "
         "repeatable.",
     ),
     preset: Preset | None = option(
         PENALTY_PANEL,
         None,
         "--preset",
-        help="Settings of the penalty. tak: the strength, scaling and group weights of the paper.",
+        help="Preset for the penalty. tak: the strength, scaling and group weights from the paper.",
     ),
     penalty_precision: PenaltyPrecision | None = option(
         PENALTY_PANEL,
@@ -144,13 +144,13 @@ def train(
         None,
         "--reg-data",
         metavar="TASK[=DIR]",
-        help="Penalise the drift on another task's data instead of using its bundle (the paper's τJp); repeatable.",
+        help="Penalise the drift on this other task's data instead of using a bundle (the paper's τJp); repeatable.",
     ),
     regime: RegimeName = option(
         TRAINING_PANEL,
         "linear",
         "--regime",
-        help="What is trained. linear: the linearised model. full: the model itself. attention: the attention layers "
+        help="What to train. linear: the linearised model. full: the model itself. attention: the attention layers "
         "of the model itself. sparse: the least sensitive weights of the model itself (TaLoS).",
     ),
     mask: list[File] | None = option(
@@ -158,8 +158,8 @@ def train(
         None,
         "--mask",
         metavar="FILE.kfac",
-        help="Bundle of other tasks from which --regime sparse selects the weights, instead of validation examples; "
-        "repeatable.",
+        help="Bundle of other tasks that --regime sparse uses, instead of validation examples, to select the weights "
+        "to train; repeatable.",
     ),
     keep: float | None = option(
         TRAINING_PANEL,
@@ -184,7 +184,7 @@ def train(
         help="Number of passes over the training examples, instead of --steps.",
     ),
     batch_size: int = option(
-        TRAINING_PANEL, 32, "--batch-size", min=1, help="Number of examples per step, in all processes together."
+        TRAINING_PANEL, 32, "--batch-size", min=1, help="Number of examples per step, summed over all processes."
     ),
     micro_batch_size: int | None = option(
         TRAINING_PANEL,
@@ -221,8 +221,8 @@ def train(
         TRAINING_PANEL,
         False,
         "--compile",
-        help="Compile the linearised step with torch.compile, with CUDA graphs on a GPU. Needs a C++ compiler; the "
-        "first step then takes minutes.",
+        help="Compile the training step of the linearised model with torch.compile and, on a GPU, CUDA graphs. Needs a "
+        "C++ compiler; the first step takes minutes.",
     ),
     seed: int = option(TRAINING_PANEL, 0, "--seed", min=0, help="Seed for the order of the examples."),
     resume: bool = RESUME,
@@ -236,8 +236,8 @@ def train(
     at α = 1. Pass a bundle of the other tasks (--reg others.kfac), or a bundle of all tasks and the bundle of the
     trained task, which is then subtracted (--reg all.kfac --reg own.kfac).
 
-    Ctrl-C stores the state beside the output. With --resume, the command continues from there, and the result has the
-    same bytes as without the interruption. The loss, penalty and accuracy of each step are written to
+    Ctrl-C saves the state beside the output. With --resume, the command continues from there, and the result has the
+    same bytes as that of an uninterrupted run. The loss, penalty and accuracy of each step are written to
     FILE.metrics.jsonl. Processes started by torchrun or accelerate share each batch.
     """
     # Imported here so that --help does not wait for torch.
@@ -268,7 +268,7 @@ def train(
         silent = quiet or distributed.rank() != 0
         show = not (silent or as_json)
         with loading(f"{task}, {model}", show=show):
-            # The task is loaded first, so that a misspelt name is reported before the model is loaded.
+            # The task is loaded first, so that a misspelt task name is reported before the model is loaded.
             loaded_task = load_task_option(task, data, columns, model, quiet=silent)
             folders = [task_and_folder("--reg-data", text, folder_optional=True) for text in reg_data or ()]
             other_tasks = [load_task_option(name, folder, None, model, quiet=silent) for name, folder in folders]
@@ -322,7 +322,7 @@ def _parse_weights(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _protected_tasks(trainer: Trainer) -> tuple[str, ...]:
-    """Returns the tasks that the penalty protects; tasks that were subtracted from a bundle are not included."""
+    """Returns the tasks that the penalty protects, without the tasks that were subtracted from a bundle."""
     penalty = trainer.regularizer or trainer.data_penalty
     return penalty.tasks if penalty else ()
 
@@ -382,7 +382,7 @@ def _run(
             penalty = "" if last.penalty is None else f", penalty {last.penalty:.3g}"
             print_line(f"last batch: loss {last.loss:.3g}, accuracy {last.accuracy:.1%}{penalty}")
         if error and trainer.regularizer:
-            errors = f"relative error {error.value:.2g}, of its gradient {error.gradient:.2g}"
+            errors = f"relative error {error.value:.2g}, relative error of the gradient {error.gradient:.2g}"
             print_line(f"penalty computed in {trainer.regularizer.precision}: {errors}")
         task = ("--task", trainer.task.name, *eval_options)
         print_next("eval", *model_arguments(vector.about.base), "--vector", output, *task)

@@ -1,4 +1,4 @@
-"""Commands for one task vector: `extract` it from a checkpoint, `refine` it with curvature, `negate` it."""
+"""Commands that write one task vector: `extract` from a checkpoint, `refine` with curvature, and `negate`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def extract(
     checkpoint: File = typer.Argument(
         ...,
         metavar="CHECKPOINT",
-        help="Fine-tuned model: a .safetensors file, a folder with weights or with a PEFT adapter, or "
+        help="Fine-tuned model: a .safetensors file, a folder with weights or a PEFT adapter, or "
         "hf://OWNER/REPO[@REVISION].",
     ),
     output: Path = output_option("TASK.safetensors"),
@@ -99,9 +99,9 @@ def extract(
 ) -> None:
     """Write the task vector of a checkpoint or LoRA adapter that was fine-tuned elsewhere.
 
-    --model is the base model from which it was fine-tuned. Adding the vector of a checkpoint to the base model restores
+    --model is the base model that was fine-tuned. Adding the vector of a checkpoint to the base model restores
     the weights of the checkpoint bit for bit. The vector of a LoRA adapter is stored as factors. Other adapters and
-    pickles are refused.
+    pickle files are not supported.
 
     Differences in names, shapes, dtypes and frozen parameters are reported before anything is written.
     """
@@ -172,7 +172,7 @@ SETTINGS = {setting.name: setting for setting in RefineMethod.declared_settings(
 
 
 def _setting(name: str, metavar: str) -> Any:
-    """Declares the command-line option of a setting of `refine`."""
+    """Declares the command-line option for a setting of `refine`."""
     declared = SETTINGS[name]
     return option(METHOD_PANEL, declared.default, f"--{name.replace('_', '-')}", metavar=metavar, help=declared.help)
 
@@ -195,7 +195,7 @@ def refine(
         ...,
         "--own",
         metavar="FILE.kfac",
-        help="Bundle of the vector's task; repeatable for a vector of several tasks.",
+        help="Bundle for the task of the vector; repeatable for a vector of several tasks.",
     ),
     reg: list[File] = option(
         METHOD_PANEL, ..., "--reg", metavar="FILE.kfac", help="Bundle with the curvature of other tasks; repeatable."
@@ -209,10 +209,10 @@ def refine(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Reduce the effect of a task vector on other tasks, so that it can be added to their vectors.
+    """Reduce the effect of a task vector on other tasks, so that it can be added to the vectors of those tasks.
 
     The result has little effect on the outputs of the other tasks. On its own task, its effect stays as close as
-    possible to that of the original vector. No data and no training are needed.
+    possible to that of the original vector. Neither data nor training is needed.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import refine as refine_vector
@@ -251,9 +251,9 @@ def negate(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Negate a task vector: adding the result to a model makes it forget the task. The heads are kept.
+    """Negate a task vector: adding the result to a model makes the model forget the task. The heads are kept.
 
-    A vector plus its negation is exactly zero.
+    The sum of a vector and its negation is exactly zero.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.task_vector import TaskVector

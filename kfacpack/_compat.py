@@ -1,8 +1,8 @@
 """Checks for required packages, and workarounds for importing torchvision, timm, open_clip and transformers.
 
 `require` raises an error with the command to run if a package is missing or too old.
-`compiler_deferred` imports the libraries of models without loading torch's compiler, which takes two seconds and is
-usually not needed. `make_torchvision_importable` makes a CUDA build of torchvision importable next to a CPU-only torch.
+`compiler_deferred` prevents model libraries from loading torch's compiler, which takes two seconds and is usually not
+needed. `make_torchvision_importable` makes a CUDA build of torchvision importable with a CPU-only torch.
 `silence_logging` suppresses the log messages that these libraries print to stderr.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from kfacpack.errors import KfacpackError
 
 Extra = Literal["demo", "ray", "report", "timm"]
-"""An optional part of kfacpack, as in `pip install 'kfacpack[report]'`."""
+"""Name of an optional part of kfacpack, such as `report` in `pip install 'kfacpack[report]'`."""
 
 MINIMUM = {
     "datasets": "3.0.0",
@@ -48,7 +48,7 @@ MINIMUM = {
     "scikit-image": "0.22.0",
     "scikit-learn": "1.3.0",
 }
-"""Oldest supported versions by package. pyproject.toml has the same bounds, and `make compat` tests them."""
+"""Oldest supported version of each package. pyproject.toml has the same bounds, and `make compat` tests them."""
 
 EXTRAS: dict[Extra, tuple[str, ...]] = {
     "demo": ("scikit-learn", "scikit-image", "mlxtend", "fonttools", "matplotlib", "jinja2"),
@@ -56,7 +56,7 @@ EXTRAS: dict[Extra, tuple[str, ...]] = {
     "report": ("matplotlib", "jinja2"),
     "timm": ("timm",),
 }
-"""Packages of each extra, as in pyproject.toml."""
+"""Packages in each extra, as listed in pyproject.toml."""
 
 _MODULES = {
     "fonttools": "fontTools",
@@ -66,19 +66,20 @@ _MODULES = {
     "scikit-image": "skimage",
     "scikit-learn": "sklearn",
 }
-"""Import names of packages, where they differ from the names for pip."""
+"""Import names of the packages whose name on PyPI is different."""
 
 
 def require(*packages: str, extra: Extra | None = None, feature: str = "kfacpack") -> None:
     """Checks that packages are installed in supported versions, without importing them.
 
     Args:
-        *packages: Names of the packages for pip; by default all packages of the extra.
+        *packages: Names of the packages on PyPI. Defaults to all packages in the extra.
         extra: Extra of kfacpack that contains the packages; None for packages that kfacpack always needs.
-        feature: The feature that needs the packages, for the error message.
+        feature: Name of the feature that needs the packages, used in the error message.
 
     Raises:
-        KfacpackError: If a package is missing or older than `MINIMUM`. The message contains the command to install it.
+        KfacpackError: If a package is missing, or older than the version in `MINIMUM`. The message contains the command
+            that installs it.
     """
     packages = packages or (EXTRAS[extra] if extra else ())
     if missing := [package for package in packages if find_spec(_MODULES.get(package, package)) is None]:
@@ -91,14 +92,14 @@ def require(*packages: str, extra: Extra | None = None, feature: str = "kfacpack
         if package in MINIMUM and _release(installed) < _release(MINIMUM[package]):
             bound = f"{package}>={MINIMUM[package]}"
             problem = f"{feature} needs {package} >= {MINIMUM[package]}, found {installed}"
-            raise KfacpackError(f"{problem}: pip install '{bound}'")
+            raise KfacpackError(f"{problem}; run: pip install '{bound}'")
 
 
 def missing_packages(packages: Sequence[str], *, extra: Extra | None, feature: str) -> KfacpackError:
     """Returns the error for packages that are not installed; see `require` for the arguments."""
     verb = "is" if len(packages) == 1 else "are"
     command = f"pip install 'kfacpack[{extra}]'" if extra else f"pip install {' '.join(packages)}"
-    return KfacpackError(f"{feature} needs {', '.join(packages)}, which {verb} not installed: {command}")
+    return KfacpackError(f"{feature} needs {', '.join(packages)}, which {verb} not installed; run: {command}")
 
 
 def _release(text: str) -> tuple[int, ...]:
@@ -148,9 +149,9 @@ class _CompilerImportHook:
 def compiler_deferred() -> Iterator[None]:
     """Defers the import of torch's compiler while other libraries are imported.
 
-    torchvision imports a function of torch._dynamo.utils that only `roi_align` calls, and timm decorates methods with
-    `torch.compiler.disable`. Inside this context, both are replaced by functions that import the compiler when called.
-    Both are restored on exit. Does nothing if the compiler is already loaded.
+    torchvision imports a function from torch._dynamo.utils that only `roi_align` calls, and timm decorates methods with
+    `torch.compiler.disable`. Inside this context, both functions are replaced by functions that import the compiler
+    when they are called. The originals are restored on exit. Does nothing if the compiler is already loaded.
 
     Yields:
         None.
@@ -193,9 +194,9 @@ def make_torchvision_importable() -> None:
     but then fails when it registers fake implementations for two operators of the extension. This function declares
     these operators. open_clip, timm and transformers import torchvision for image transforms, which do not use them.
 
-    The operators are declared only after the plain import failed because of them: a matching torchvision registers the
-    same names itself, and torch allows each name once. A declared operator has no kernel, so calling it still raises an
-    error. The function may be called repeatedly.
+    The operators are declared only if the import fails because they are missing: a matching torchvision declares them
+    itself, and torch allows each operator to be declared only once. A declared operator has no kernel, so calling it
+    still raises an error. This function may be called repeatedly.
 
     Raises:
         RuntimeError: If torchvision cannot be imported for another reason.
@@ -219,7 +220,7 @@ def make_torchvision_importable() -> None:
 def silence_logging() -> Iterator[None]:
     """Suppresses log records up to and including level ERROR.
 
-    The caller has to check for the problems that such records would report, for example uninitialised weights.
+    The caller must check for the problems that such records would report, for example uninitialised weights.
 
     Yields:
         None.

@@ -41,13 +41,13 @@ class CounterRandom:
         self._source = np.random.Philox(key=np.array(philox_key(name, number), dtype=np.uint64))
 
     def uniform(self, shape: int | tuple[int, ...], low: float = 0.0, high: float = 1.0) -> NDArray[np.float32]:
-        """Returns uniform float32 numbers in [low, high), with 24 random bits each."""
+        """Returns float32 numbers drawn uniformly from [low, high), with 24 random bits each."""
         raw = self._source.random_raw(_count(shape)).reshape(shape)
         unit = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         return np.asarray(np.float32(low) + unit * np.float32(high - low), dtype=np.float32)
 
     def integers(self, bound: int, shape: int | tuple[int, ...]) -> NDArray[np.int64]:
-        """Returns uniform integers from 0 to `bound - 1`."""
+        """Returns integers drawn uniformly from 0 to `bound - 1`."""
         raw = self._source.random_raw(_count(shape)).reshape(shape)
         return np.asarray((raw >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32), dtype=np.int64)
 
@@ -64,7 +64,7 @@ class CounterRandom:
         return np.argsort(self._source.random_raw(count), kind="stable")
 
     def normal(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Returns approximately Gaussian noise of mean 0 and variance 1.
+        """Returns approximately Gaussian noise with mean 0 and variance 1.
 
         Each value is the scaled sum of four uniform 16-bit integers, which are the quarters of one raw 64-bit integer.
         """

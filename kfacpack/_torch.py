@@ -1,8 +1,8 @@
 """Wrappers around all parts of torch that are not public API.
 
 No other module of the package may use private names of torch, except `_compat`, which imports other libraries.
-Each docstring names the private attribute or function that is used. All of them are tested with torch 2.13;
-`tests/test_torch_private.py` has one test per function and names the function if its test fails.
+Each docstring names the private attribute or function that is used. All functions are tested with torch 2.13:
+`tests/test_torch_private.py` has one test per function, and a failing test names its function.
 
 Two features depend on this module. `kp.estimate` reads the arguments that autograd nodes have saved, and has no
 other way to obtain them. `kp.linearize` computes tangents below autograd; if a private name that it needs is missing
@@ -46,7 +46,7 @@ VIEW_OPERATIONS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Alias"))
 def operation_name(node: Node) -> str:
     """Returns the name of an operation, such as `Addmm` or `NativeLayerNorm`.
 
-    Reads `node.name()`, which is public; the names themselves (`AddmmBackward0`) are not. Names of other overloads
+    Reads `node.name()`, which is public; the names it returns (`AddmmBackward0`) are not. Names of other overloads
     (`MulBackward1`) and of custom autograd functions (`MyFunctionBackward`) are returned unchanged.
     Known to work with torch 2.13.
     """
@@ -77,12 +77,12 @@ def saved(node: Node, name: str) -> Any:
     try:
         return getattr(node, f"_saved_{name}")
     except AttributeError as error:
-        problem = f"torch {torch.__version__} does not save {name!r} of {node.name()!r} for the backward pass"
+        problem = f"torch {torch.__version__} does not save the argument {name!r} of {node.name()!r}"
         raise KfacpackError(f"{problem}; use a torch version that kfacpack is tested with (2.13)") from error
 
 
 def product_scales(node: Node) -> tuple[Any, Any]:
-    """Returns (alpha, beta) of a matrix product; 1 where the operation has no such argument.
+    """Returns the factors (alpha, beta) of a matrix product; 1 for a factor that the operation does not have.
 
     Reads `node._saved_alpha` and `node._saved_beta`. Known to work with torch 2.13.
     """
@@ -118,7 +118,7 @@ def output_shape(node: Node, output: int = 0) -> tuple[int, ...]:
 def input_shape(node: Node, slot: int) -> tuple[int, ...]:
     """Returns the shape of input number `slot` of an operation; the input must require a gradient.
 
-    Reads `_input_metadata` of the node that computed the input. Known to work with torch 2.13.
+    Reads `_input_metadata` from the node that computed the input. Known to work with torch 2.13.
     """
     producer, output = node.next_functions[slot]
     assert producer is not None
@@ -132,7 +132,7 @@ def call_backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tenso
 
     Args:
         node: The operation.
-        output: Index of the output that `gradient` belongs to; the gradients of the other outputs are zero.
+        output: Index of the output at which `gradient` is given; the gradients at the other outputs are zero.
         slot: Index of the input whose gradient is returned.
         gradient: The gradient with respect to the output.
 
@@ -145,7 +145,7 @@ def call_backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tenso
     call: Any = node
     if not callable(call):
         problem = f"{node.name()!r} is not an operation of torch, so its backward function cannot be called"
-        raise KfacpackError(f"{problem}; estimate the model without torch.compile and custom autograd functions")
+        raise KfacpackError(f"{problem}; estimate the model without torch.compile or custom autograd functions")
     gradients: list[Tensor | None] = [None] * output_count(node)
     gradients[output] = gradient
     with torch.no_grad():
@@ -156,7 +156,7 @@ def call_backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tenso
 
 
 class ConvolutionArguments(NamedTuple):
-    """Arguments of a convolution, as autograd saved them."""
+    """Arguments of a convolution, as saved by autograd."""
 
     input: Tensor
     kernel: tuple[int, ...]
@@ -185,7 +185,7 @@ def convolution_arguments(node: Node) -> ConvolutionArguments:
 
 
 class EmbeddingArguments(NamedTuple):
-    """Arguments of an embedding lookup, as autograd saved them."""
+    """Arguments of an embedding lookup, as saved by autograd."""
 
     indices: Tensor
     padding_index: int
@@ -203,7 +203,7 @@ def embedding_arguments(node: Node) -> EmbeddingArguments:
 
 
 def layer_norm_rows(node: Node) -> Tensor:
-    """Returns the normalised input of a layer norm, before scale and shift.
+    """Returns the normalised input of a layer norm, before scaling and shifting.
 
     Reads `_saved_input`, `_saved_result1` (mean) and `_saved_result2` (1 / sqrt(variance + eps)).
     Known to work with torch 2.13.
@@ -238,8 +238,8 @@ _JVP_PARTS = (
 def missing_jvp_parts() -> tuple[str, ...]:
     """Returns the private names that the fast path of `kp.linearize` needs but this torch version lacks.
 
-    Looks up the names in `_JVP_PARTS`, and `_schema` of an operator. Known to work with torch 2.13, where the result
-    is empty.
+    Looks up the names in `_JVP_PARTS`, and the `_schema` of an operator. Known to work with torch 2.13, where the
+    result is empty.
     """
     missing = [path for path in _JVP_PARTS if _lookup(path) is None]
     if not hasattr(torch.ops.aten.mm.default, "_schema"):
@@ -276,11 +276,11 @@ class DispatchMode(_lookup("torch.utils._python_dispatch.TorchDispatchMode") or 
 def forward_ad_below_autograd(*, visible: bool = False) -> Iterator[None]:
     """Enables forward-mode differentiation inside `__torch_dispatch__`, without recording a graph.
 
-    Uses `torch._C._DisableTorchDispatch`, `torch._C._DisableAutocast` and `forward_ad._set_fwd_grad_enabled`; custom
-    autograd functions disable forward mode while they run. Known to work with torch 2.13.
+    Uses `torch._C._DisableTorchDispatch`, `torch._C._DisableAutocast` and `forward_ad._set_fwd_grad_enabled`, since
+    custom autograd functions disable forward mode while they run. Known to work with torch 2.13.
 
     Args:
-        visible: Whether dispatch modes that were entered earlier see the operations that compute the derivatives.
+        visible: Whether enclosing dispatch modes also intercept the operations that compute the derivatives.
     """
     with (
         torch.no_grad(),
@@ -342,7 +342,7 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 def callable_of(value: Any) -> Any:
     """Returns the function that an operator calls; returns other values unchanged.
 
-    Calling it directly saves a Python frame. Reads `OpOverload._op`, if available. Known to work with torch 2.13.
+    Calling the result saves a Python frame. Reads `OpOverload._op` if available. Known to work with torch 2.13.
     """
     return getattr(value, "_op", value) if isinstance(value, torch._ops.OpOverload) else value
 
@@ -355,7 +355,7 @@ def is_number_read(operator: Any) -> bool:
 def bound_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call by name, with defaults for omitted arguments.
 
-    Reads names and defaults in `OpOverload._schema.arguments`. Known to work with torch 2.13.
+    Reads names and defaults from `OpOverload._schema.arguments`. Known to work with torch 2.13.
     """
     arguments = operator._schema.arguments
     bound = {argument.name: argument.default_value for argument in arguments} | dict(kwargs)
@@ -375,7 +375,7 @@ def attention_operators() -> list[Any]:
 def softmax_backward(gradient: Tensor, p: Tensor) -> Tensor:
     """Returns the gradient with respect to the input of a softmax over the last dimension: p (g - <p, g>).
 
-    Both tensors are (..., n). Calls `torch.ops.aten._softmax_backward_data`. Known to work with torch 2.13.
+    Both have shape (..., n). Calls `torch.ops.aten._softmax_backward_data`. Known to work with torch 2.13.
     """
     result: Tensor = torch.ops.aten._softmax_backward_data(gradient, p, -1, p.dtype)
     return result
@@ -439,7 +439,7 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def memory_address(tensor: Tensor) -> int:
-    """Returns the address of the memory that a tensor shares with its views; 0 if it has none.
+    """Returns the address of the memory that a tensor shares with its views; 0 for a tensor without memory.
 
     Reads `Tensor._is_zerotensor()`: the zero tangents of forward mode have no memory. Known to work with torch 2.13.
     """
@@ -455,7 +455,7 @@ def tensor_versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def tensor_layouts(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """Returns the type, layout, dtype and device of each tensor, or the hooks of a tensor that has any.
+    """Returns the type, layout, dtype and device of each tensor; for a tensor with hooks, only its hooks.
 
     Reads `Tensor._backward_hooks`, which is None for a tensor without hooks. Known to work with torch 2.13.
     """
@@ -483,7 +483,7 @@ def backward_retains_graph() -> bool:
     """Returns whether the current backward pass was started with `retain_graph=True`.
 
     Calls `torch._C._autograd._get_current_graph_task_keep_graph`. If torch does not provide it, returns
-    True, which is always correct but uses more memory. Known to work with torch 2.13.
+    True, which is always correct but requires more memory. Known to work with torch 2.13.
     """
     return True if _graph_is_kept is None else bool(_graph_is_kept())
 

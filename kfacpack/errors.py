@@ -52,8 +52,8 @@ class BundleError(KfacpackError):
     Attributes:
         path: The file, as a path or an `hf://` reference.
         problem: Description of the problem, without the path and the remedy.
-        where: The invalid tensor, parameter, block or manifest key, or None if the problem concerns the whole file.
-        remedy: What the user can do about it, or None.
+        where: The invalid tensor, parameter, block or manifest key; None if the problem concerns the whole file.
+        remedy: What the user can do about the problem, or None.
 
     Example:
         >>> try:
@@ -101,9 +101,9 @@ class HubError(KfacpackError):
     Attributes:
         target: The reference or repository that was requested.
         problem: Description of the problem.
-        remedy: What the user can do about it.
-        unreachable: Whether the Hub did not answer, was busy or must not be contacted (offline mode). In these cases, a
-            cached copy may be used instead.
+        remedy: What the user can do about the problem.
+        unreachable: Whether the Hub did not answer, was busy, or must not be contacted (offline mode). In these cases,
+            a cached copy may be used instead.
     """
 
     def __init__(self, target: str, problem: str, remedy: str, *, unreachable: bool = False):
@@ -138,16 +138,16 @@ def printable(text: str, max_length: int = 400) -> str:
 
 
 def first_line(message: object) -> str:
-    """Returns the first informative line of an exception or of a server's message.
+    """Returns the first informative line of an error message.
 
     Args:
-        message: An exception or a string.
+        message: An exception, or the message of a server as a string.
 
     Returns:
         The line without its final period, or the name of the type of `message` if there is no such line.
     """
     lines = [line.strip().rstrip(".:") for line in str(message).splitlines()]
-    # torch's first line about a state dict only names the class of the module.
+    # The first line of torch's message about a state dict only names the class of the module.
     informative = [line for line in lines if line and not line.startswith("Error(s) in loading")]
     return printable(informative[0]) if informative else type(message).__name__
 
@@ -158,8 +158,8 @@ def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: flo
     The ending is "; did you mean 'a', 'b' or 'c'?", or "." if no valid name is similar.
 
     Args:
-        name: The unknown name; keys of other types are converted to strings.
-        names: The valid names. Case is ignored.
+        name: The unknown name. A value of another type is converted to a string.
+        names: The valid names. Upper and lower case are treated as equal.
         count: Maximum number of suggestions.
         cutoff: Minimum similarity, from 0 to 1, as in `difflib.get_close_matches`.
     """
@@ -172,7 +172,7 @@ def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: flo
 
 
 def abbreviate(words: Iterable[str], limit: int = 16) -> str:
-    """Joins words with commas; if there are more than `limit`, replaces the remaining words by "and N more"."""
+    """Joins words with commas; if there are more than `limit`, replaces the remaining words with "and N more"."""
     listed = list(words)
     more = [f"and {len(listed) - limit} more"] if len(listed) > limit else []
     return ", ".join([*listed[:limit], *more])

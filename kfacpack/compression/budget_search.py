@@ -1,8 +1,8 @@
 """Chooses one codec per matrix so that the total error is minimal within a given number of bytes.
 
-`Candidates` has the sizes and errors of the codecs for each matrix. Matrices on the same side of a block with several
-terms form a *group* and share one codec, because their error depends on all of them jointly. In the curvature of a
-single task, every matrix is a group of its own. `BudgetSearch` chooses one option per group.
+`Candidates` contains the sizes and errors of the codecs for each matrix. Matrices on the same side of a block with
+several terms form a *group* and share one codec, because their error depends on all of them jointly. In the curvature
+of a single task, every matrix is a group of its own. `BudgetSearch` chooses one option per group.
 
 The objective is the error of `quadratic`, which depends on the distribution of task vectors:
 
@@ -23,7 +23,7 @@ the trace is linearised at its current value μ. With a price λ per byte, the c
     2 ‖G − G'‖²  +  2 μ tr(G − G')  +  κ |<G − G', G>|  +  λ · bytes.
 
 It is minimised for decreasing λ until the budget is used, with μ from the previous round, and jointly for B and A of a
-block, because their errors multiply. Then single blocks are changed to use the remaining bytes. The final choice is
+block, because their errors multiply. Then individual blocks are changed to use the remaining bytes. The final choice is
 made among the results for several κ and the single codecs, by the criteria above.
 """
 
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kfacpack.compression.codecs import CodecChain
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.curvature.matrices.matrix import Matrix
@@ -91,17 +90,17 @@ class Option:
     sides: Mapping[tuple[int, ...], FactorPair]
     """Inner products before and after compression, by the ids of the matrices on one side of a block."""
     nbytes: int
-    """Size of the group in a file."""
+    """Size of the group in a file, in bytes."""
 
 
 @dataclass(frozen=True)
 class MatrixGroup:
-    """The distinct options of a group of matrices."""
+    """The distinct options for a group of matrices."""
 
     options: tuple[Option, ...]
     """The options. The first leaves the matrices unchanged."""
     option_of: Mapping[CodecChain, int]
-    """Index of the option that each candidate results in; several candidates may have the same result."""
+    """Index of the option that each candidate results in. Several candidates may result in the same option."""
 
 
 @dataclass(frozen=True)
@@ -224,10 +223,10 @@ def _spread_options(side: FactorPair, dim: int, count: int) -> FactorPair:
 
 
 OptionIndices = tuple[int, ...]
-"""The index of the chosen option, for each group."""
+"""Index of the chosen option for each group."""
 
 MARGIN = 0.8
-"""The error on random τ is at most this fraction of that of the best single codec, if possible."""
+"""If possible, the error on random τ is at most this fraction of the best single codec's error."""
 _RATES = tuple(float(rate) for rate in np.logspace(-9, 3, 13))
 """Values of κ that are tried."""
 _ROUNDS, _PRICES, _SWEEPS = 4, 24, 6
@@ -236,10 +235,10 @@ _ROUNDS, _PRICES, _SWEEPS = 4, 24, 6
 
 @dataclass(frozen=True)
 class TotalError:
-    """The size of a choice of options, and its errors relative to G."""
+    """The size of the matrices for a choice of options, and the errors relative to G."""
 
     nbytes: int
-    """Size of the matrices."""
+    """Size of the matrices in bytes."""
     lost: float
     """‖G − G'‖², relative to E[(τᵀ G τ)²] for random τ."""
     trace: float
@@ -305,14 +304,14 @@ class BudgetSearch:
         return min((picks for picks in totals if totals[picks].random <= allowed), key=rank)
 
     def single(self) -> dict[OptionIndices, CodecChain]:
-        """Returns the choices that use one codec for all matrices, with that codec."""
+        """Returns the choices that use one codec for all matrices, and the codec of each choice."""
         choices: dict[OptionIndices, CodecChain] = {}
         for chain in self._option_of[0]:
             choices.setdefault(tuple(option_of[chain] for option_of in self._option_of), chain)
         return choices
 
     def smallest(self) -> OptionIndices:
-        """Returns the choice of the smallest option of every group."""
+        """Returns the choice that takes the smallest option of every group."""
         return tuple(int(sizes.argmin()) for sizes in self._bytes)
 
     def unchanged(self) -> OptionIndices:
@@ -335,7 +334,7 @@ class BudgetSearch:
         for _ in range(_ROUNDS):
             picks = self._minimize_within(limit, mu, rate)
             yield picks
-            # Damped, because otherwise the choices would alternate between two values of μ.
+            # The update is damped, because otherwise μ would alternate between two values.
             mu = (mu + self.total(picks).trace) / 2
 
     def _minimize_within(self, limit: int, mu: float, rate: float) -> OptionIndices:
@@ -395,7 +394,7 @@ class BudgetSearch:
         return OptionChange(first, second, self._bytes[first][:, None] + self._bytes[second], tables)
 
     def _losses(self, change: OptionChange, picks: list[int]) -> NDArray[np.float64]:
-        """Returns the losses of the blocks that a change affects, (3, first, second), with the other groups fixed."""
+        """Returns the total losses of the blocks that a change affects, (3, first, second), with other groups fixed."""
         rows, columns = change.nbytes.shape
         free = {change.first: np.arange(rows)[:, None], change.second: np.arange(columns)}
         total = np.zeros((3, rows, columns))
@@ -407,7 +406,7 @@ class BudgetSearch:
 
 @dataclass(frozen=True)
 class OptionChange:
-    """A change of the options of the groups on both sides of a block, or of its only group."""
+    """A change of the options for the groups on both sides of a block, or for the block's only group."""
 
     first: int
     """Group on the first side."""

@@ -10,9 +10,9 @@ A structural codec chooses which values are kept:
 
 A number codec chooses how each value is stored:
 
-- `int8`: integers from -127 to 127, times one factor per stored row.
-- `fp16`: 11 bits of precision for values from 6e-5 to 65504. Gradients, and therefore B, are often smaller. A matrix
-  that is out of range for float16, or more accurate in bfloat16, is stored in bfloat16.
+- `int8`: integers from -127 to 127, times one scale factor per stored row.
+- `fp16`: 11 bits of precision for values from 6e-5 to 65504. Gradients, and therefore the entries of B, are often
+  smaller. A matrix that exceeds the range of float16, or that is more accurate in bfloat16, is stored in bfloat16.
 - `bf16`: 8 bits of precision in the range of float32.
 
 To add a codec, define a class and list it in `CODECS`.
@@ -96,7 +96,7 @@ def parse_count(argument: str | None) -> int | None:
 
 
 def parse_percentage(argument: str | None) -> float | None:
-    """Parses a percentage above 0% and at most 100%, '12.5%' -> 0.125; returns None for anything else."""
+    """Parses a percentage above 0% and at most 100%, such as '12.5%' (0.125); returns None for anything else."""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)%", argument or "")
     fraction = float(match[1]) / 100 if match else 0.0
     return fraction if 0 < fraction <= 1 else None
@@ -191,7 +191,7 @@ class SvdCodec(Codec):
     """`svd:R` or `svd:P%`: keeps the eigenvalues of largest magnitude and their eigenvectors."""
 
     size: int | float
-    """The rank, as an int, or the rank as a fraction of the side, as a float."""
+    """The rank (an int), or the rank as a fraction of the side (a float)."""
 
     name = "svd"
     usage = "svd:R or svd:P%"
@@ -203,14 +203,14 @@ class SvdCodec(Codec):
         """Parses a rank or a percentage."""
         size = parse_count(argument) or parse_percentage(argument)
         if size is None:
-            raise cls.argument_error(argument, "a rank or a percentage of the side, such as svd:32 or svd:25%")
+            raise cls.argument_error(argument, "with a rank R or a percentage P of the side, such as svd:32 or svd:25%")
         return cls(size)
 
     def __str__(self) -> str:
         return f"svd:{self.size}" if isinstance(self.size, int) else f"svd:{100 * self.size:.8g}%"
 
     def rank(self, side: int) -> int:
-        """Returns the rank for a matrix of this side."""
+        """Returns the rank for a matrix of the given side."""
         return self.size if isinstance(self.size, int) else ceil(self.size * side)
 
     def specs(self, matrix: Matrix) -> Specs | None:
@@ -235,7 +235,7 @@ def _vector_type(matrix: Matrix) -> torch.dtype:
 
 
 class NumberCodec(Codec):
-    """Base class of the codecs that choose how values are stored. They take no argument."""
+    """Base class of codecs that choose how values are stored. They take no argument."""
 
     structural = False
 
@@ -244,7 +244,7 @@ class NumberCodec(Codec):
         """Builds the codec.
 
         Raises:
-            KfacpackError: If there is an argument.
+            KfacpackError: If an argument is passed.
         """
         if argument is not None:
             raise cls.argument_error(argument, "which takes no argument")
@@ -255,7 +255,7 @@ class NumberCodec(Codec):
 
 
 class HalfCodec(NumberCodec):
-    """Base class of the codecs that store values in two bytes."""
+    """Base class of codecs that store each value in two bytes."""
 
     file_type: str
     """Dtype in the file."""
@@ -302,7 +302,7 @@ class Bf16Codec(HalfCodec):
 
 @dataclass(frozen=True)
 class Int8Codec(NumberCodec):
-    """`int8`: stores values in int8 with one factor per stored row."""
+    """`int8`: stores values in int8 with one scale factor per stored row."""
 
     name = "int8"
     usage = "int8"
@@ -347,8 +347,8 @@ class CodecChain:
             The chain.
 
         Raises:
-            KfacpackError: If the spec is not a string, or has an unknown codec, an invalid argument or an invalid
-                combination.
+            KfacpackError: If the spec is not a string, or if it contains an unknown codec, an invalid argument or an
+                invalid combination.
         """
         if not isinstance(spec, str):
             raise KfacpackError(f"expected a codec as a string such as {EXAMPLES}, got {type(spec).__name__}")
@@ -375,7 +375,7 @@ class CodecChain:
 
     @property
     def structure(self) -> Codec | None:
-        """The structural codec, if there is one."""
+        """The structural codec, or None if the chain has none."""
         return next((step for step in self.steps if step.structural), None)
 
     def encode(self, matrix: Matrix) -> tuple[CodecChain, Matrix]:
@@ -410,7 +410,7 @@ class CodecChain:
 
     @staticmethod
     def _specs_if_smaller(step: Codec, matrix: Matrix) -> Specs | None:
-        """Returns the components that a step produces; None if it does not apply or saves nothing."""
+        """Returns the components that a step produces, or None if the step does not apply or saves nothing."""
         if step.structural and matrix.structure == "diagonal":
             return None
         stored = matrix.for_storage()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kfacpack.format.units import OnProgress
 
     Vector = Callable[[str], Tensor]
-    """A task vector, as a function that returns the change of a parameter, given its name."""
+    """A task vector, as a function that returns the change to a parameter, given its name."""
 
 
 _WIDEST_FLOATS = 1.0, 1.0 - 1.23456e-7
@@ -35,12 +35,12 @@ _WIDEST_FLOATS = 1.0, 1.0 - 1.23456e-7
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """The codec of each matrix."""
+    """The codec for each matrix."""
 
     name: str
     """Name of the choice in the losses of the curvature: the codec, or "budget"."""
     chain_for: Callable[[Matrix], CodecChain]
-    """Function that returns the codec of a matrix."""
+    """Function that returns the codec for a matrix."""
 
 
 def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int | None = None) -> Curvature:
@@ -59,8 +59,8 @@ def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int
         The compressed curvature.
 
     Raises:
-        KfacpackError: If not exactly one of `spec` and `budget` is passed, the spec is invalid, or the budget is too
-            small.
+        KfacpackError: If `spec` and `budget` are both passed or both missing, if the spec is invalid, or if the budget
+            is too small.
 
     Example:
         >>> import torch
@@ -82,7 +82,7 @@ def choose_codecs(
     *,
     with_vector: bool = False,
 ) -> CodecChoice:
-    """Chooses the codec of each matrix by a spec or by a budget.
+    """Chooses the codec for each matrix according to a spec or a budget.
 
     For a budget, all candidates are tried on every matrix.
 
@@ -91,14 +91,14 @@ def choose_codecs(
         spec: See `compress`.
         budget: See `compress`.
         on_progress: Called with the number of groups of matrices done and their total.
-        with_vector: Whether the file will also contain the errors on a task vector, which take some bytes.
+        with_vector: Whether the file will also contain the errors on a task vector, which take additional space.
 
     Returns:
-        The codec of each matrix.
+        The codec for each matrix.
 
     Raises:
-        KfacpackError: If not exactly one of `spec` and `budget` is passed, the spec is invalid, or the budget is too
-            small.
+        KfacpackError: If `spec` and `budget` are both passed or both missing, if the spec is invalid, or if the budget
+            is too small.
     """
     if spec is not None and budget is None:
         chain = CodecChain.parse(spec)
@@ -154,9 +154,9 @@ class _CandidateFiles:
         return (group.options[pick] for group, pick in zip(self.candidates.groups, picks, strict=True))
 
     def size(self, picks: OptionIndices) -> int:
-        """Returns the exact size in bytes: sizes follow from shapes, and the recorded losses are known.
+        """Returns the exact file size in bytes, computed from the shapes and from the losses to be recorded.
 
-        Losses on a task vector are unknown; their maximum size is assumed.
+        Losses on a task vector are not known yet, so their maximum size is assumed.
         """
         encoded: dict[int, tuple[CodecChain, Matrix]] = {}
         sides: dict[tuple[int, ...], FactorPair] = {}
@@ -183,8 +183,8 @@ def compress_with(
 
     Args:
         curvature: The curvature to compress.
-        choice: The codec of each matrix.
-        vector: A task vector on which the error of `quadratic` is measured as well.
+        choice: The codec for each matrix.
+        vector: A task vector on which the error of `quadratic` is also measured.
         on_progress: Called with the number of blocks done and their total.
 
     Returns:
@@ -212,7 +212,7 @@ def compress_with(
 
 
 def _vector_measure(curvature: Curvature, vector: Vector) -> Measure:
-    """Returns a function that computes `quadratic` of a block on a task vector, before and after compression."""
+    """Returns a function that computes a block's `quadratic` on a task vector, before and after compression."""
     shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
 
     def measure(before: CurvatureBlock, after: CurvatureBlock) -> tuple[float, float]:

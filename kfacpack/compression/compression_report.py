@@ -1,12 +1,12 @@
 """Exact errors of compression, computed without forming Kronecker products, and reports per block and in total.
 
-A block is G = Σ_t w_t ⊗_k M_kt, k over the sides of the product (B and A; a dense G has one side), t over its terms.
-With N the compressed matrices and D = M − N, the difference telescopes,
+A block is G = Σ_t w_t ⊗_k M_kt, where k runs over the sides of the product (B and A; a dense G has one side) and t over
+its terms. Let N be the compressed matrices and D = M − N. The difference telescopes,
 
     ⊗_k M_k − ⊗_k N_k  =  Σ_k  N_1 ⊗ … ⊗ N_{k−1} ⊗ D_k ⊗ M_{k+1} ⊗ …
 
-and inner products of Kronecker products are products of inner products. So ‖G − G'‖² follows from the inner products of
-M, N and D on each side, and none of its terms is a small difference of large numbers.
+and inner products of Kronecker products are products of inner products. Therefore, ‖G − G'‖² follows from the inner
+products of M, N and D on each side, and none of its terms is a small difference of large numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kfacpack.format.manifest import Loss
 from kfacpack.format.schema import LAYOUTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from kfacpack.compression.codecs import CodecChain
     from kfacpack.curvature.blocks import CurvatureBlock
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     EncodedMatrices = Mapping[int, tuple[CodecChain, Matrix]]
     """The applied steps and the compressed matrix, by the id of each original matrix."""
     QuadraticPair = tuple[float, float]
-    """`quadratic` on a task vector, before and after compression."""
+    """Values of `quadratic` on a task vector, before and after compression."""
     Measure = Callable[[CurvatureBlock, CurvatureBlock], QuadraticPair]
-    """A function that computes `quadratic` of a block before and after compression."""
+    """A function that computes `quadratic` for a block before and after compression."""
     FactorPairs = Mapping[tuple[int, ...], "FactorPair"]
-    """The inner products of one side of a block, by the ids of the original matrices on it."""
+    """The inner products on one side of a block, by the ids of the original matrices on this side."""
 
 
 _PANEL = 2**18
@@ -78,9 +78,9 @@ class Moments:
 
     @property
     def quadratic(self) -> float:
-        """Relative error of `quadratic` on random τ: root mean square of q(τ) − q'(τ), divided by that of q(τ).
+        """Relative error of `quadratic` on random τ: the root mean square of q(τ) − q'(τ), divided by that of q(τ).
 
-        For τ ~ N(0, I), E[(τᵀ M τ)²] = 2 ‖M‖² + (tr M)², so no random τ is drawn.
+        For τ ~ N(0, I), E[(τᵀ M τ)²] = 2 ‖M‖² + (tr M)², so no random τ needs to be drawn.
         """
         return _ratio(2 * self.lost + self.lost_trace**2, 2 * self.size + self.trace**2)
 
@@ -106,9 +106,9 @@ class FactorPair:
     """
 
     gram: Tensor
-    """Inner products of M_1 … M_T, D_1 … D_T, (..., 2T, 2T), float64."""
+    """Inner products of M_1 … M_T and D_1 … D_T, of shape (..., 2T, 2T), in float64."""
     traces: Tensor
-    """Traces of M_1 … M_T, D_1 … D_T, (..., 2T), float64."""
+    """Traces of M_1 … M_T and D_1 … D_T, of shape (..., 2T), in float64."""
 
     @classmethod
     def stack(cls, sides: Sequence[FactorPair]) -> FactorPair:
@@ -116,18 +116,18 @@ class FactorPair:
         return cls(torch.stack([side.gram for side in sides]), torch.stack([side.traces for side in sides]))
 
     def inner(self) -> Tensor:
-        """Returns the inner products of M_1 … M_T, D_1 … D_T, N_1 … N_T, (..., 3, T, 3, T)."""
+        """Returns the inner products of M_1 … M_T, D_1 … D_T and N_1 … N_T, of shape (..., 3, T, 3, T)."""
         basis = self._basis()
         inner: Tensor = (basis @ self.gram @ basis.T).unflatten(-1, (3, -1)).unflatten(-3, (3, -1))
         return inner
 
     def trace(self) -> Tensor:
-        """Returns the traces of M_1 … M_T, D_1 … D_T, N_1 … N_T, (..., 3, T)."""
+        """Returns the traces of M_1 … M_T, D_1 … D_T and N_1 … N_T, of shape (..., 3, T)."""
         traces: Tensor = (self.traces @ self._basis().T).unflatten(-1, (3, -1))
         return traces
 
     def _basis(self) -> Tensor:
-        """Returns M, D and N = M − D as combinations of M and D, (3T, 2T)."""
+        """Returns the coefficients (3T, 2T) that express M, D and N = M − D in terms of M and D."""
         identity = torch.eye(self.traces.shape[-1], dtype=torch.float64)
         before, lost = identity.chunk(2)
         return torch.cat([identity, before - lost])
@@ -138,14 +138,15 @@ M, D, N = range(3)
 
 
 def compare(before: Sequence[Matrix], after: Sequence[Matrix]) -> FactorPair:
-    """Computes the inner products of one side of a block before and after compression.
+    """Computes the inner products of the original and compressed matrices on one side of a block.
 
     Args:
-        before: The original matrices, one per term. All of them are unpacked at once; diagonals stay vectors.
+        before: The original matrices, one per term. All of them are unpacked at once, but diagonal matrices remain
+            vectors.
         after: The compressed matrices, one per term.
 
     Returns:
-        Inner products and traces.
+        The inner products and traces.
     """
     only_diagonals = all(matrix.structure == "diagonal" for matrix in (*before, *after))
 
@@ -172,7 +173,7 @@ def moments(weights: Sequence[float], sides: Sequence[FactorPair]) -> Moments:
 
     Args:
         weights: Weight of each term.
-        sides: Inner products of each side.
+        sides: Inner products on each side.
 
     Returns:
         The moments.
@@ -187,10 +188,10 @@ def moment_table(
 
     Args:
         weights: Weight of each term.
-        sides: Inner products of each side; their leading dimensions are broadcast.
+        sides: Inner products on each side; their leading dimensions are broadcast.
 
     Returns:
-        The fields of `Moments` in their order, each of the broadcast shape.
+        The fields of `Moments` in order, each with the broadcast shape.
     """
     w = torch.tensor(weights, dtype=torch.float64)
     inner, traces = [side.inner() for side in sides], [side.trace() for side in sides]
@@ -220,15 +221,15 @@ class BlockCompressionReport:
     step: str | None
     """The codec, or the codecs of its matrices in order; None if the block is unchanged."""
     kept: tuple[str, ...]
-    """Roles of the matrices that are unchanged, because no step made them smaller."""
+    """Roles of the matrices that are unchanged because no step made them smaller."""
     bytes: int
-    """Size of its matrices in a file, without those shared with an earlier block."""
+    """Size of the block's matrices in a file, in bytes, without matrices shared with an earlier block."""
     dense_bytes: int
-    """Size of the same matrices as dense float32; diagonal matrices count as vectors."""
+    """Size of the same matrices as dense float32, in bytes. Diagonal matrices count as vectors."""
     moments: Moments
     """Norms, traces and errors of the block."""
     on_vector: QuadraticPair | None = None
-    """`quadratic` on a task vector before and after compression, if a vector was passed."""
+    """Values of `quadratic` on a task vector before and after compression; None if no vector was passed."""
 
 
 @dataclass(frozen=True)
@@ -236,49 +237,49 @@ class CompressionReport:
     """Sizes and errors of a compressed curvature."""
 
     blocks: tuple[BlockCompressionReport, ...]
-    """The report of each block."""
+    """One report per block."""
 
     @property
     def bytes(self) -> int:
-        """Size of all matrices in a file."""
+        """Size of all matrices in a file, in bytes."""
         return sum(block.bytes for block in self.blocks)
 
     @property
     def dense_bytes(self) -> int:
-        """Size of all matrices as dense float32; diagonal matrices count as vectors."""
+        """Size of all matrices as dense float32, in bytes. Diagonal matrices count as vectors."""
         return sum(block.dense_bytes for block in self.blocks)
 
     @property
     def moments(self) -> Moments:
-        """Errors of the whole curvature."""
+        """Norms, traces and errors of the whole curvature."""
         return sum((block.moments for block in self.blocks), Moments())
 
     @property
     def on_vector(self) -> QuadraticPair | None:
-        """`quadratic` on a task vector before and after compression, if a vector was passed."""
+        """Values of `quadratic` on a task vector before and after compression; None if no vector was passed."""
         values = [block.on_vector for block in self.blocks if block.on_vector is not None]
         return (sum(before for before, _ in values), sum(after for _, after in values)) if values else None
 
 
 def relative_error(pair: QuadraticPair | None) -> float | None:
-    """Returns |q' − q| / |q| of (q, q'), or None if q is unknown or zero."""
+    """Returns |q' − q| / |q| for a pair (q, q'), or None if the pair is None or q is zero."""
     return abs(pair[1] - pair[0]) / abs(pair[0]) if pair and pair[0] else None
 
 
 def assemble_report(
     block: CurvatureBlock, encoded: EncodedMatrices, sides: FactorPairs, counted: set[int], measure: Measure | None
 ) -> tuple[CurvatureBlock, BlockCompressionReport]:
-    """Builds a compressed block, with its error recorded in it, and its report.
+    """Builds a compressed block, which records its error, and the report on it.
 
     Args:
         block: The original block.
-        encoded: The compressed matrices, by the ids of the original ones.
-        sides: The inner products of each side.
-        counted: Ids of the compressed matrices of earlier blocks; those of this block are added.
+        encoded: The compressed matrices, by the ids of the original matrices.
+        sides: The inner products on each side.
+        counted: Ids of the compressed matrices in earlier blocks. The function adds those in this block.
         measure: Function that computes `quadratic` on a task vector before and after compression, or None.
 
     Returns:
-        The compressed block and its report.
+        The compressed block and the report on it.
     """
     structure = block.structure.map_matrices(lambda matrix: encoded[id(matrix)][1])
     on_vector = measure(block, replace(block, structure=structure)) if measure else None
@@ -304,16 +305,16 @@ def assemble_report(
 def finish_report(
     before: Curvature, blocks: Sequence[CurvatureBlock], reports: Sequence[BlockCompressionReport], name: str
 ) -> tuple[Curvature, CompressionReport]:
-    """Builds the compressed curvature, with its total error recorded in it, and its report.
+    """Builds the compressed curvature, which records its total error, and the report on it.
 
     Args:
         before: The original curvature.
         blocks: The compressed blocks.
-        reports: The report of each block.
+        reports: One report per block.
         name: Name of the compression step.
 
     Returns:
-        The compressed curvature and its report.
+        The compressed curvature and the report on it.
     """
     report, about = CompressionReport(tuple(reports)), before.about
     if any(block.step for block in reports):
@@ -327,5 +328,5 @@ def _loss(step: str, errors: Moments, on_vector: QuadraticPair | None) -> Loss:
 
 
 def dense_bytes(matrix: Matrix) -> int:
-    """Returns the size of a matrix as dense float32; a diagonal matrix counts as a vector."""
+    """Returns the size of a matrix as dense float32, in bytes. A diagonal matrix counts as a vector."""
     return 4 * LAYOUTS[matrix.form].full(matrix.side)

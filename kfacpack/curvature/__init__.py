@@ -1,1 +1,1 @@
-"""Curvature: blocks, the forms of their matrices, the algebra on them, and saving and loading."""
+"""Curvature: blocks, matrix forms, low-rank approximation, saving, loading and verification."""

@@ -1,8 +1,8 @@
 """Blocks of a curvature: the parameters that a block covers, and how its matrices act on them.
 
-Shapes: the parameters of a block are joined into one matrix ΔW, (rows, columns), by the pieces of its `Join`. A bias is
-the last column next to its weight; the rows of a fused projection may belong to several blocks; a parameter used as
-`x @ W` is transposed. A block maps (rows, columns) to (rows, columns); if ΔW is flattened, it is in row-major order.
+Shapes: the pieces of a block's `Join` arrange its parameters in one matrix ΔW, (rows, columns). A bias is the last
+column, next to its weight; the rows of a fused projection may be divided among several blocks; a parameter used as
+`x @ W` is transposed. A block maps (rows, columns) to (rows, columns). ΔW is flattened in row-major order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def gather(tau: Mapping[str, Tensor], join: Join, shapes: ParameterShapes) -> Te
     """Joins parameters into the matrix ΔW of a block.
 
     Args:
-        tau: Changes of parameters, by name, with at least one from the block. Missing parameters count as zero.
+        tau: Changes to parameters by name, with at least one parameter of the block. Missing parameters count as zero.
         join: Position of each parameter in the matrix.
         shapes: Shapes of the parameters, by name.
 
@@ -47,7 +47,7 @@ def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: Param
     """Joins parameters into the matrices ΔW of several blocks.
 
     Args:
-        tau: Changes of parameters, by name, with at least one from the blocks. Missing parameters count as zero.
+        tau: Changes to parameters by name, with at least one parameter of the blocks. Missing parameters count as zero.
         joins: Position of each parameter in the matrix of each block; all have the same `join_layout`.
         shapes: Shapes of the parameters, by name.
 
@@ -74,7 +74,7 @@ def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: Param
 
 
 def scatter(delta: Tensor, join: Join, shapes: ParameterShapes) -> dict[str, Tensor]:
-    """Splits the matrix of a block into parameters, the inverse of `gather`.
+    """Splits the matrix ΔW of a block into parameters. This is the inverse of `gather`.
 
     Args:
         delta: ΔW, (rows, columns).
@@ -100,12 +100,14 @@ def scatter(delta: Tensor, join: Join, shapes: ParameterShapes) -> dict[str, Ten
 def accumulate(
     delta: Tensor, joins: Sequence[Join], shapes: ParameterShapes, sums: Mapping[str, Tensor], factor: float
 ) -> None:
-    """Splits the matrices of several blocks into parameters and adds `factor` times these to `sums`, in place.
+    """Splits the matrices ΔW of several blocks into parameters, and adds `factor` times each parameter to `sums`.
+
+    The tensors in `sums` are modified in place.
 
     Args:
         delta: ΔW of each block, (blocks, rows, columns).
-        joins: Position of each parameter in the matrix of each block, as for `gather_stack`. No two blocks may cover
-            the same elements of a parameter.
+        joins: Position of each parameter in the matrix of each block; all have the same `join_layout`. No two blocks
+            may cover the same elements of a parameter.
         shapes: Shapes of the parameters, by name.
         sums: Tensors to add to, by name. Parameters that are not in `sums` are skipped.
         factor: Multiplier.
@@ -120,13 +122,13 @@ def accumulate(
         if len(joins) == 1:
             targets[0].add_(values[0], alpha=factor)
         else:
-            # Contiguous, because kernels for many tensors need equal strides.
+            # Make the parts contiguous, because kernels for many tensors need equal strides.
             parts = values.contiguous().unbind()
             add_each(targets, [parts[index] for index in chosen], factor)
 
 
 def join_layout(join: Join, shapes: ParameterShapes) -> Hashable:
-    """Returns a key that is equal for joins with pieces of equal shapes at equal positions.
+    """Returns a key that is equal for joins whose pieces have the same shapes and positions.
 
     Args:
         join: Position of each parameter in the matrix of a block.
@@ -158,7 +160,7 @@ def _rows_of(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def _stack_pieces(tau: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Tensor:
-    """Returns the values of pieces of equal layout as matrices, (pieces, height, width); one piece is not copied."""
+    """Returns the values of pieces with the same layout, (pieces, height, width). A single piece is not copied."""
     tensors = [_rows_of(tau[piece.parameter], piece) for piece in pieces]
     stacked = torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
     if pieces[0].view == "column":
@@ -184,17 +186,20 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Yields (role, matrix) for every matrix, in the order in which they are written."""
+        """Yields every matrix as a pair (role, matrix), where the role is "A", "B" or "G", in the order of saving.
+
+        If there are several terms, the role includes the index of the term, as in "A.0".
+        """
 
     @property
     @abstractmethod
     def weights(self) -> tuple[float, ...]:
-        """Weights w_t of the terms of G = Σ_t w_t · (Kronecker product of one matrix per side)."""
+        """Weight w_t of each term of G = Σ_t w_t · B_t ⊗ A_t; (1,) if G is a single matrix."""
 
     @property
     @abstractmethod
     def sides(self) -> tuple[tuple[Matrix, ...], ...]:
-        """For each side of the Kronecker product, the matrix of every term."""
+        """Matrices of all terms, as ((B_1, B_2, …), (A_1, A_2, …)), or as ((G,),) if G is a single matrix."""
 
     @classmethod
     @abstractmethod
@@ -203,7 +208,7 @@ class BlockStructure(ABC):
 
         Args:
             weights: Weight of each term.
-            sides: For each side of the Kronecker product, the matrix of every term.
+            sides: Matrices of all terms, arranged as in the property `sides`.
 
         Returns:
             The structure.
@@ -211,10 +216,10 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def map_matrices(self, function: Callable[[Matrix], Matrix]) -> BlockStructure:
-        """Returns the same structure with every matrix mapped by `function`.
+        """Returns the same structure with `function` applied to every matrix.
 
         Args:
-            function: Function that returns the replacement of a matrix.
+            function: Function that returns the replacement for a matrix.
         """
 
     @abstractmethod
@@ -250,7 +255,7 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns a JSON description for exported files.
+        """Returns the description of the structure in exported files, as JSON data.
 
         Args:
             names: Names of the tensors, by role.
@@ -259,7 +264,9 @@ class BlockStructure(ABC):
 
 @dataclass(frozen=True)
 class Kronecker(BlockStructure):
-    """G = Σ weight · B ⊗ A: one term for one task, possibly several for a merged curvature.
+    """A sum of Kronecker products, G = Σ weight · B ⊗ A.
+
+    There is one term for a single task, and there may be several for a merged curvature.
 
     Example:
         >>> import torch
@@ -277,8 +284,8 @@ class Kronecker(BlockStructure):
         """Builds a structure with one term.
 
         Args:
-            B: Matrix of side `rows`.
-            A: Matrix of side `columns`.
+            B: Matrix of shape (rows, rows).
+            A: Matrix of shape (columns, columns).
             weight: Weight of the term.
 
         Returns:
@@ -310,12 +317,12 @@ class Kronecker(BlockStructure):
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Kronecker:
-        """Builds the structure from its weights and its sides, (all B, all A)."""
+        """Builds the structure from its weights and its matrices, (all B, all A)."""
         B, A = sides
         return cls(tuple(zip(B, A, weights, strict=True)))
 
     def map_matrices(self, function: Callable[[Matrix], Matrix]) -> Kronecker:
-        """Returns the same structure with every matrix mapped by `function`."""
+        """Returns the same structure with `function` applied to every matrix."""
         return Kronecker(tuple((function(B), function(A), weight) for B, A, weight in self.terms))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
@@ -329,7 +336,7 @@ class Kronecker(BlockStructure):
 
     @classmethod
     def from_entry(cls, entry: KroneckerEntry, matrices: Mapping[str, Matrix]) -> Kronecker:
-        """Builds the structure from a manifest entry and the matrices by name."""
+        """Builds the structure from a manifest entry and a mapping of names to matrices."""
         return cls(tuple((matrices[term.B], matrices[term.A], term.weight) for term in entry.terms))
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry:
@@ -338,7 +345,7 @@ class Kronecker(BlockStructure):
         return KroneckerEntry(structure="kronecker", terms=terms, **common)
 
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns {"terms": [{"B": …, "A": …, "weight": …}, …]}."""
+        """Returns `{"terms": [{"B": …, "A": …, "weight": …}, …]}`."""
         return {"terms": list(self._named_terms(names))}
 
     def _named_terms(self, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -351,7 +358,7 @@ class Kronecker(BlockStructure):
 
 @dataclass(frozen=True)
 class Whole(BlockStructure):
-    """G as one matrix over the flattened parameters, either dense (as for norms and class tokens) or diagonal.
+    """A single matrix G over the flattened parameters: dense, for example for norms and class tokens, or diagonal.
 
     Example:
         >>> import torch
@@ -361,7 +368,7 @@ class Whole(BlockStructure):
     """
 
     matrix: Matrix
-    """G, of side rows · columns."""
+    """G, of shape (rows · columns, rows · columns)."""
 
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
         """Computes G times the flattened ΔW, in the shape of ΔW."""
@@ -378,23 +385,23 @@ class Whole(BlockStructure):
 
     @property
     def sides(self) -> tuple[tuple[Matrix, ...], ...]:
-        """A single side with one matrix."""
+        """The single matrix, as ((G,),)."""
         return ((self.matrix,),)
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Whole:
-        """Builds the structure from one matrix.
+        """Builds the structure from its weights, (1,), and its matrix, ((G,),).
 
         Raises:
             ValueError: If the weights are not (1,).
         """
         ((matrix,),) = sides
         if tuple(weights) != (1,):
-            raise ValueError(f"expected the weight 1 for a whole matrix, got {weights}")
+            raise ValueError(f"expected the weights (1,) for a single matrix, got {weights}")
         return cls(matrix)
 
     def map_matrices(self, function: Callable[[Matrix], Matrix]) -> Whole:
-        """Returns the same structure with the matrix mapped by `function`."""
+        """Returns the same structure with `function` applied to the matrix."""
         return Whole(function(self.matrix))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
@@ -405,7 +412,7 @@ class Whole(BlockStructure):
 
     @classmethod
     def from_entry(cls, entry: DenseEntry, matrices: Mapping[str, Matrix]) -> Whole:
-        """Builds the structure from a manifest entry and the matrices by name."""
+        """Builds the structure from a manifest entry and a mapping of names to matrices."""
         return cls(matrices[entry.matrix])
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> DenseEntry:
@@ -413,12 +420,12 @@ class Whole(BlockStructure):
         return DenseEntry(structure=self.matrix.structure, matrix=identifiers["G"], **common)
 
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns {"G": name}."""
+        """Returns `{"G": name}`."""
         return {"G": names["G"]}
 
 
 STRUCTURES: dict[str, type[BlockStructure]] = {"kronecker": Kronecker, "dense": Whole, "diagonal": Whole}
-"""Classes by the `structure` of a manifest entry."""
+"""Structure classes by the field `structure` of manifest entries."""
 
 
 @dataclass(frozen=True)
@@ -444,7 +451,7 @@ class CurvatureBlock:
     structure: BlockStructure
     """The matrix G of the block."""
     losses: tuple[Loss, ...] = ()
-    """Errors of the lossy steps (codecs and merge rules) so far."""
+    """Errors of the lossy steps (codecs and merge rules) that produced the block."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -455,7 +462,8 @@ class CurvatureBlock:
         """Computes G τ for the parameters of this block.
 
         Args:
-            tau: Changes of parameters, by name, with at least one from the block. Missing parameters count as zero.
+            tau: Changes to parameters by name, with at least one parameter of the block. Missing parameters count as
+                zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:
@@ -467,7 +475,8 @@ class CurvatureBlock:
         """Computes <τ, G τ> for the parameters of this block.
 
         Args:
-            tau: Changes of parameters, by name, with at least one from the block. Missing parameters count as zero.
+            tau: Changes to parameters by name, with at least one parameter of the block. Missing parameters count as
+                zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 def covered_parameters(
     tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], owner: str
 ) -> dict[str, Tensor]:
-    """Selects the parameters of a task vector that are covered, and checks them.
+    """Selects and checks the parameters of a task vector that a curvature or another object covers.
 
     Args:
-        tau: Changes of parameters, by name.
+        tau: Changes to parameters, by name.
         shapes: Shapes of all covered parameters, by name.
         owner: Name of the covering object, such as "curvature", for error messages.
 
@@ -49,7 +49,7 @@ def covered_parameters(
         The covered part of `tau`.
 
     Raises:
-        TaskVectorError: If `tau` has none of the covered parameters, or one with a different shape.
+        TaskVectorError: If `tau` has none of the covered parameters, or one of them has a different shape.
     """
     _require_mapping(tau)
     covered = {name: tau[name] for name in tau if name in shapes}
@@ -61,10 +61,10 @@ def covered_parameters(
 
 
 def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], owner: str) -> None:
-    """Checks that a task vector has only covered parameters, each a floating-point tensor of the right shape.
+    """Checks that a task vector has only covered parameters, and that each is a float tensor of the right shape.
 
     Args:
-        tau: Changes of parameters, by name.
+        tau: Changes to parameters, by name.
         shapes: Shapes of all covered parameters, by name.
         owner: Name of the covering object, such as "curvature", for error messages.
 
@@ -140,7 +140,7 @@ def identify(
 
 
 def weights_of_model(model: nn.Module | Mapping[str, Tensor]) -> WeightReader:
-    """Returns a function that reads the parameters of a module or state dict, to compare them with a bundle."""
+    """Returns a function that reads parameters of a module or state dict, for comparison with a bundle."""
     state = _state_dict(model)
 
     def read(name: str) -> tuple[str, tuple[int, ...], memoryview] | None:
@@ -161,12 +161,12 @@ def _state_dict(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]
 class Curvature(PretrainedMixin):
     """The curvature of a task: a block-diagonal matrix G over the parameters of a model.
 
-    A curvature that is loaded from a file reads its tensors when they are used.
+    A curvature that was loaded from a file reads its tensors when they are used.
 
     Args:
-        blocks: The blocks, which cover every parameter of `about.base` exactly once.
-        about: The model, the function f, the task and the estimate that the curvature belongs to.
-        bundle: The file that the curvature was loaded from, if any.
+        blocks: The blocks, which together cover every parameter of `about.base` exactly once.
+        about: Metadata of the curvature: the base model, the function f, the task and the estimate.
+        bundle: The file from which the curvature was loaded, if any.
 
     Raises:
         KfacpackError: If the blocks do not cover the parameters, or a matrix does not match the shape of its block.
@@ -187,7 +187,7 @@ class Curvature(PretrainedMixin):
         self.blocks = tuple(blocks)
         self.about = about
         self.bundle = bundle
-        """The file that the curvature was loaded from, or None."""
+        """The file from which the curvature was loaded, or None."""
         self._shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
         if problem := coverage_problem(self.blocks, self._shapes):
             raise KfacpackError(": ".join(problem))
@@ -208,22 +208,22 @@ class Curvature(PretrainedMixin):
 
     @property
     def nbytes(self) -> int:
-        """Size of the matrices in their current form, in bytes; shared matrices count once.
+        """Size of the matrices in their current form, in bytes.
 
-        Copies that `to` keeps on a device are not included.
+        Shared matrices count once. Copies that `to` keeps on a device are not included.
         """
         return sum(matrix.nbytes for matrix in self._matrices().values())
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the bundle: of the file it was loaded from, or of the file that `save` would write.
+        """Digest of the file from which the curvature was loaded, or of the file that `save` would write.
 
-        If the curvature was not loaded from a file, all values are computed and hashed once.
+        In the second case, all values are computed and hashed on first access.
         """
         return self.bundle.digest if self.bundle else digest_of(self)
 
     def quadratic(self, tau: Mapping[str, Tensor]) -> Tensor:
-        """Computes Σ over blocks of <τ, G τ>, differentiable in τ.
+        """Computes <τ, G τ>, summed over the blocks and differentiable in τ.
 
         Args:
             tau: Task vector, {state-dict name: tensor of the parameter's shape}. Missing parameters count as zero.
@@ -259,9 +259,9 @@ class Curvature(PretrainedMixin):
     def to(self, device: str | torch.device, dtype: torch.dtype = torch.float32) -> Curvature:
         """Returns the same curvature with its matrices unpacked and kept on a device.
 
-        Repeated calls of `apply` and `quadratic` then do not read, unpack or copy matrices. The kept matrices are
-        used for task vectors on this device that are computed in `dtype`; other task vectors are not affected. `save`,
-        `digest` and `about` are unaffected, because the stored form is kept as well.
+        Repeated calls to `apply` and `quadratic` then do not read, unpack or copy matrices. The kept matrices are used
+        only for task vectors on this device whose products are computed in `dtype`. `save`, `digest` and `about` are
+        not affected, because the stored form is kept as well.
 
         Args:
             device: Device of the task vectors.
@@ -299,14 +299,14 @@ class Curvature(PretrainedMixin):
         max_shard_size: int | str | None = None,
         on_progress: OnProgress = lambda done, total: None,
     ) -> None:
-        """Saves the curvature as a bundle, which is written atomically.
+        """Atomically saves the curvature as a bundle.
 
         Args:
             path: File to write, by convention `*.kfac`. If the name ends in `.kfac.index.json`, the bundle is divided
-                into several files beside this index.
+                into several files, which are written to the same folder as this index.
             pack: Whether dense symmetric matrices are stored as lower triangles.
-            max_shard_size: Maximum size of each of these files, such as `"2GB"`; 5 GB by default. A file with one
-                block, or with several blocks that share a matrix, may be larger.
+            max_shard_size: Maximum size of each file of a divided bundle, such as `"2GB"`; 5 GB by default. A file with
+                one block, or with several blocks that share a matrix, may be larger.
             on_progress: Called with the number of matrices written and their total.
 
         Raises:
@@ -327,7 +327,7 @@ class Curvature(PretrainedMixin):
 def load(path: str | os.PathLike[str]) -> Curvature:
     """Loads a curvature from a bundle.
 
-    Only the header is read. Tensors are memory-mapped, and read and checked when they are used.
+    Only the header is read immediately. Tensors are memory-mapped, and are read and checked when they are used.
 
     Args:
         path: A `.kfac` file, the index of a bundle in several files (`*.kfac.index.json`), or
@@ -366,21 +366,21 @@ def from_bundle(bundle: Bundle) -> Curvature:
 
 
 def matrix_of(bundle: Bundle, name: str) -> Matrix:
-    """Returns one matrix of an open bundle; its tensors are read when they are used."""
+    """Returns one matrix of an open bundle. Its tensors are read when they are used."""
     entry = bundle.matrices[name]
     components = BundleTensors(bundle, entry.components)
     return FORMS[entry.form](entry.side, components, psd=entry.psd, examples=entry.examples, positions=entry.positions)
 
 
 def check_form(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
-    """Checks symmetry and the other requirements of each matrix form that depend on values.
+    """Checks those requirements of each matrix form that depend on the values, such as symmetry.
 
     Args:
         bundle: The bundle to check.
         on_progress: Called with the name of the check, the number of matrices checked and their total.
 
     Returns:
-        The number of matrices and the failures.
+        The number of matrices checked, and the failures.
     """
 
     def failure(name: str) -> CheckFailure | None:
@@ -393,14 +393,14 @@ def check_form(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
 
 
 def check_psd(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
-    """Checks that all matrices that are declared positive semi-definite are positive semi-definite up to rounding.
+    """Checks that the matrices declared to be positive semi-definite are positive semi-definite up to rounding.
 
     Args:
         bundle: The bundle to check.
         on_progress: Called with the name of the check, the number of matrices checked and their total.
 
     Returns:
-        The number of declared matrices, the failures, and the number of matrices that are not declared so.
+        The number of matrices checked, the failures, and the number of matrices without this declaration.
     """
 
     def failure(name: str) -> CheckFailure | None:

@@ -1,7 +1,7 @@
 """Saves a curvature as a bundle in one or several files, or as plain safetensors for use without kfacpack.
 
-Matrices of a bundle are packed, checked, hashed and written a few rows at a time. The metadata of a plain file
-explains how to use it.
+The matrices of a bundle are packed, checked, hashed and written a few rows at a time. The metadata in a plain file
+explains how to use the file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.curvature.matrices.matrix import Matrix
-    from kfacpack.format.container import Spec
     from kfacpack.format.units import OnProgress
 
 
@@ -62,7 +61,7 @@ def save(
     max_shard_size: int | str | None,
     on_progress: OnProgress,
 ) -> None:
-    """Atomically writes a curvature to one file, or to several files with an index; see `Curvature.save`.
+    """Atomically writes a curvature to a single file, or to several files with an index; see `Curvature.save`.
 
     Raises:
         BundleError: If a value is not finite, the metadata is invalid, or a file cannot be written.
@@ -87,12 +86,12 @@ def save(
 
 
 def _shifted(on_progress: OnProgress, done: int, total: int) -> OnProgress:
-    """Returns a callback for a part of the work that begins after `done` of `total` items."""
+    """Returns a progress callback for the part of the work that begins after `done` of `total` items."""
     return lambda number, _: on_progress(done + number, total)
 
 
 def parse_shard_size(size: int | str) -> int:
-    """Parses the maximum size of a shard, such as 2GB.
+    """Parses a maximum shard size such as `"2GB"`.
 
     Raises:
         KfacpackError: If the text is not a size in bytes.
@@ -104,16 +103,16 @@ def parse_shard_size(size: int | str) -> int:
 
 
 def save_index(curvature: Curvature, path: Path, parts: Sequence[Path], *, pack: bool = True) -> None:
-    """Combines bundles that together contain all blocks of a curvature into one bundle, of which they are the shards.
+    """Combines bundles, which together contain all blocks of a curvature, into one bundle with several shards.
 
     Args:
         curvature: The curvature.
         path: The index to write.
-        parts: The bundles, which are linked or copied into the folder of the index.
+        parts: The bundles, which become the shards. They are linked or copied into the folder of the index.
         pack: See `Curvature.save`.
 
     Raises:
-        BundleError: If the bundles do not have the blocks of the curvature, or a file cannot be written.
+        BundleError: If the bundles do not contain the blocks of the curvature, or a file cannot be written.
     """
     matrices, identifiers = _named_matrices(curvature)
     stored = {name: matrix.for_storage() if pack else matrix for name, matrix in matrices.items()}
@@ -126,7 +125,7 @@ def save_index(curvature: Curvature, path: Path, parts: Sequence[Path], *, pack:
         for tensor in matrix.tensors
     }
     if digests.keys() != specs.keys():
-        raise BundleError(path, "the tensors of the shards are not those of the bundle")
+        raise BundleError(path, "the tensors in the shards do not match those of the bundle")
     header = sealed_header(path, manifest, specs, digests)
     write_index(path, header, [(part, bundle.digest) for part, bundle in zip(parts, bundles, strict=True)])
 
@@ -143,7 +142,7 @@ def _shard_groups(curvature: Curvature, limit: int, *, pack: bool) -> list[Curva
         size = sum((m.for_storage() if pack else m).nbytes for m in matrices if id(m) not in owners)
         if shared:
             group = min(shared)
-            for other in shared - {group}:  # join groups that share tensors with this block
+            for other in shared - {group}:  # merge all groups that share tensors with this block
                 groups[group] += groups[other]
                 sizes[group] += sizes[other]
                 groups[other], sizes[other] = [], 0
@@ -161,7 +160,7 @@ def _shard_groups(curvature: Curvature, limit: int, *, pack: bool) -> list[Curva
 
 
 def part_of(curvature: Curvature, blocks: Sequence[CurvatureBlock]) -> Curvature:
-    """Returns a curvature that has only some of the blocks of another."""
+    """Returns a curvature with only the given blocks of another curvature."""
     covered = {name for block in blocks for name in block.parameters}
     base = curvature.about.base
     parameters = tuple(parameter for parameter in base.parameters if parameter.name in covered)
@@ -206,7 +205,7 @@ def digest_of(curvature: Curvature) -> str:
 
 
 def _packed(curvature: Curvature) -> tuple[dict[str, Matrix], Manifest, dict[str, Spec]]:
-    """Returns the matrices as they are stored in a packed bundle, its manifest and its tensor specs."""
+    """Returns the matrices that a packed bundle would store, its manifest and its tensor specs."""
     matrices, identifiers = _named_matrices(curvature)
     stored = {name: matrix.for_storage() for name, matrix in matrices.items()}
     return stored, *_manifest_and_specs(curvature, "bundle", stored, identifiers)
@@ -232,7 +231,7 @@ def _manifest_and_specs(
 
 
 def _named_matrices(curvature: Curvature) -> tuple[dict[str, Matrix], dict[int, str]]:
-    """Returns every matrix once, by the name `BLOCK/ROLE` of its first use, and the names by the id of the matrix."""
+    """Returns every matrix once, by the name `BLOCK/ROLE` of its first use, and the name of each matrix by its id."""
     matrices: dict[str, Matrix] = {}
     identifiers: dict[int, str] = {}
     for block in curvature.blocks:
@@ -281,7 +280,7 @@ def _tensor_name(matrix: str, component: str) -> str:
 
 
 def _require_finite(path: str | os.PathLike[str], name: str, tensor: Tensor) -> None:
-    # aminmax propagates NaN, so this needs no copy and no mask.
+    # aminmax propagates NaN, so this check needs neither a copy nor a mask.
     if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
         raise BundleError(path, "contains NaN or Inf", where=f"tensor {name!r}", remedy="Nothing was written")
 
@@ -289,7 +288,7 @@ def _require_finite(path: str | os.PathLike[str], name: str, tensor: Tensor) -> 
 FORMAT = "kfacpack.factors/1"
 """Value of the metadata key "format"."""
 INSTRUCTIONS = (
-    "For each block, join the changes of its parameters into a matrix dW (rows, columns). A piece of the join is a "
+    "For each block, join the changes to its parameters into a matrix dW (rows, columns). A piece of the join is a "
     "parameter, or its rows [start, stop) if the piece has 'rows', viewed by its 'view' as a matrix (d0, all other "
     "dimensions), as the transpose of that, or as one column; its upper left corner in dW is [row, column] = 'at'.\n"
     "G dW is the sum of weight * B @ dW @ A over the terms, or (G @ dW.reshape(-1)).reshape(rows, columns) if the "
@@ -310,8 +309,8 @@ def export(
 
     Tensors are named BLOCK/A and BLOCK/B, or BLOCK/G; with several terms, BLOCK/A.0, BLOCK/A.1, and so on. A block is
     named after its first parameter, or NAME[start:stop] for a part of a fused parameter. Diagonal matrices are vectors.
-    The metadata has the joins of the parameters as JSON under "factors", and instructions under "how". Matrices are
-    unpacked one at a time; a matrix that blocks share is written for each of them.
+    The metadata contains the joins of the parameters as JSON under "factors", and instructions under "how". Matrices
+    are unpacked one at a time. A matrix that several blocks share is written once for each block.
 
     Args:
         curvature: A curvature, or the path of a bundle.
@@ -332,7 +331,7 @@ def export(
 
         curvature = load(curvature)
     number_type: torch.dtype = getattr(torch, dtype)
-    # Round last: int8 values are scaled, and low-rank products computed, in at least float32.
+    # Round last: scale int8 values and compute low-rank products in at least float32.
     compute_type = torch.promote_types(number_type, torch.float32)
     matrices = {
         f"{block.name}/{role}": matrix for block in curvature.blocks for role, matrix in block.structure.matrices()
@@ -424,14 +423,14 @@ class PretrainedMixin:
         Args:
             repo_or_path: A directory or file, `owner/repo`, `owner/repo@revision`, or `hf://owner/repo/file`.
             revision: Branch, tag or commit of the repository. Defaults to the main branch.
-            filename: Name of the file. Defaults to `curvature.kfac` or `vector.safetensors`, or else to the only file
-                of this kind.
+            filename: Name of the file. Defaults to `curvature.kfac` or `vector.safetensors` or, if there is no such
+                file, to the only file of this kind.
 
         Returns:
             An instance of this class. Its tensors are read when they are used.
 
         Raises:
-            KfacpackError: If the source does not exist, or contains no file of this kind, or several.
+            KfacpackError: If the source does not exist, or the file to load is missing or ambiguous.
             HubError: If the repository cannot be read.
         """
         instance: Self = _pretrained().from_pretrained(cls, repo_or_path, revision, filename)

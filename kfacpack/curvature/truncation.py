@@ -5,10 +5,10 @@ Shapes: W is (m, n), in the orientation of a parameter. Its approximation is U V
 
     U V = L⁻ᵀ [Lᵀ W M]_r M⁻¹
 
-where [·]_r is the truncated singular value decomposition. Any square roots give the same matrix; Cholesky factors are
-the cheapest. R and C are damped, because directions without curvature would otherwise be lost even at full rank. For
-blocks that are not one Kronecker product, R ⊗ C is the nearest such product in the Frobenius norm, and the result need
-not be the best: compare its error with that of the truncated SVD.
+where [·]_r is the truncated singular value decomposition. All square roots L and M give the same matrix; Cholesky
+factors are the cheapest. R and C are damped, because directions without curvature would otherwise be lost even at full
+rank. If G is not a single Kronecker product, R ⊗ C is the nearest one in the Frobenius norm, and the result need not be
+the best approximation: compare its error with that of the truncated SVD.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ KroneckerTerm: TypeAlias = tuple[Tensor, Tensor, float]
 """The matrices R (m, m) and C (n, n), and the weight of R ⊗ C."""
 
 _DAMPINGS = (1e-8, 1e-6)
-"""Multiples of the mean eigenvalue that are added to a factor, tried in this order."""
+"""Damping values, relative to the mean eigenvalue, in the order in which they are tried."""
 _NEGLIGIBLE = 1e-7
-"""Directions with a smaller relative singular value are considered rounding errors of float32."""
+"""Directions whose relative singular value is smaller are considered rounding errors of float32."""
 _MAX_DENSE = 4096
 """Largest side of a dense block whose nearest Kronecker product is computed."""
 _POWER_STEPS = 50
@@ -93,7 +93,7 @@ def _damped_root(matrix: Tensor) -> Tensor:
 
 
 def balanced(U: Tensor, V: Tensor) -> LowRankPair:
-    """Returns float32 factors of the same product that have equal singular values and no negligible directions.
+    """Returns float32 factors of U V that have the same singular values as each other and no negligible directions.
 
     Args:
         U: Left factor, (m, r).
@@ -107,9 +107,9 @@ def balanced(U: Tensor, V: Tensor) -> LowRankPair:
 
 
 class BlockMetric:
-    """The curvature of one weight matrix: its quadratic form, and the nearest Kronecker product.
+    """The curvature G of one weight matrix: its quadratic form and the nearest Kronecker product.
 
-    Other parameters of the same blocks, such as the bias, are treated as unchanged.
+    Other parameters of the same blocks, such as the bias, are assumed to be unchanged.
 
     Args:
         curvature: The curvature.
@@ -128,7 +128,7 @@ class BlockMetric:
         return sum(float(block.quadratic(tau, {**self._shapes})) for block in self._blocks)
 
     def kronecker(self) -> tuple[Tensor, Tensor] | None:
-        """Returns R (m, m) and C (n, n) of the nearest Kronecker product; None if G is zero or too large."""
+        """Returns R (m, m) and C (n, n) such that R ⊗ C is nearest to G; None if G is zero or too large."""
         terms = [term for block in self._blocks for term in self._terms(block)]
         combined = _nearest_term(terms) if terms else None
         return combined if combined and float(combined[0].trace()) > 0 < float(combined[1].trace()) else None
@@ -141,7 +141,7 @@ class BlockMetric:
             top, left = piece.at
             if len(block.structure.sides) == 2:
                 for weight, B, A in zip(block.structure.weights, *block.structure.sides, strict=True):
-                    # The column of A that belongs to the bias is left out.
+                    # Leave out the row and column of A for the bias.
                     B_part = B.dense(torch.float64)[top : top + height, top : top + height]
                     A_part = A.dense(torch.float64)[left : left + width, left : left + width]
                     yield self._orient(B_part, A_part, weight, piece)
@@ -171,7 +171,7 @@ class BlockMetric:
 
 
 def _nearest_term(terms: list[KroneckerTerm]) -> tuple[Tensor, Tensor]:
-    """Returns the Kronecker product nearest to a sum of several, by power iteration on their coefficients."""
+    """Returns the Kronecker product nearest to a sum of such products, by power iteration on their coefficients."""
     if len(terms) == 1:
         R, C, weight = terms[0]
         return weight * R, C
@@ -193,7 +193,7 @@ def _gram(matrices: list[Tensor]) -> Tensor:
 
 
 def _leading_pair(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns u and v of the best approximation u vᵀ of a matrix; both are non-negative if the matrix is."""
+    """Returns u and v such that u vᵀ is the best approximation of a matrix; both are non-negative if the matrix is."""
     v = matrix.sum(0) if matrix.shape[0] else matrix.new_zeros(matrix.shape[1])
     for _ in range(_POWER_STEPS):
         u = matrix @ v

@@ -44,14 +44,14 @@ def verify(
     *,
     on_progress: CheckProgress = lambda check, done, total: None,
 ) -> Verification:
-    """Checks hashes, finite values, symmetry and positive semi-definiteness of a bundle.
+    """Checks a bundle: hashes, finite values, symmetry, positive semi-definiteness and, optionally, the base model.
 
-    The form of the matrices is only checked if all hashes match and all values are finite.
+    The matrices are checked only if all hashes match and all values are finite.
 
     Args:
         path: The bundle.
         model: A module, a state dict, or the path of a safetensors file. If given, its weights are compared with those
-            that the curvature was computed at.
+            at which the curvature was computed.
         on_progress: Called with the name of a check, the number of items checked and their total.
 
     Returns:
@@ -74,7 +74,7 @@ def verify(
     if model is not None:
         checks.append(check_model(bundle, _weights(model), on_progress))
     if intact:
-        # Imported here because it imports torch, which takes time and is not needed for a damaged file.
+        # Imported here because this module imports torch, which takes time and is not needed for a damaged file.
         from kfacpack.curvature.curvature import check_form, check_psd
 
         checks.append(check_form(bundle, on_progress))

@@ -1,7 +1,7 @@
-"""Models that are included in the package, registered with open_clip.
+"""Models that are included in the package and can be registered with open_clip.
 
-A model's files are NAME/NAME.json, its open_clip model config; NAME/merges.txt.gz, the merges of its tokenizer; and
-NAME/NAME.safetensors, its weights.
+Each model has three files: NAME/NAME.json, its open_clip model config; NAME/merges.txt.gz, the merges of its
+tokenizer; and NAME/NAME.safetensors, its weights.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class EmbeddedModel:
     pretrained: Mapping[str, Any]
     """Image normalisation, which is not part of a model config, with the keys of open_clip's pretrained registry."""
     parent: Path = DATA_FOLDER
-    """Parent of the model's folder."""
+    """Folder that contains the model's folder."""
 
     @property
     def config(self) -> Path:
-        """Model config file."""
+        """Path of the model config."""
         return self.parent / self.name / f"{self.name}.json"
 
     @property
     def merges(self) -> Path:
-        """Tokenizer merges file."""
+        """Path of the tokenizer merges."""
         return self.parent / self.name / "merges.txt.gz"
 
     @property
     def weights(self) -> Path:
-        """Weights file."""
+        """Path of the weights."""
         return self.parent / self.name / f"{self.name}.safetensors"
 
     @property

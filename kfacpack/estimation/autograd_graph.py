@@ -55,21 +55,21 @@ class GraphStep(NamedTuple):
 
 @dataclass(frozen=True)
 class UsagePath:
-    """Path from a parameter to its operation, described so that it can be found in the graph of another batch."""
+    """Path from a parameter to its operation, described so that it can be identified in the graph of another batch."""
 
     ends: frozenset[tuple[str, int]]
-    """Possible names and slots of the operation; those of a product depend on the memory layout of its rows."""
+    """Possible names and slots of the operation. For a product, they depend on the memory layout of its rows."""
     length: int | None
-    """Number of steps; None if it depends on the memory layout."""
+    """Number of steps; None if the number depends on the memory layout."""
     parts: tuple[int, ...]
-    """Index of the output that is used, for each operation on the path with several outputs."""
+    """For each operation on the path that splits a tensor, the index of the part that is used."""
     count: int
     """Number of paths from this parameter."""
 
 
 GraphSteps = tuple[GraphStep, ...]
 VisitFn = Callable[["Node", Tensor, bool], None]
-"""Called with an operation, the gradient at its output, and whether the backward pass is still running."""
+"""Function that is called with an operation, the gradient at its output, and whether the backward pass is running."""
 
 
 class AutogradGraph:
@@ -133,8 +133,8 @@ class AutogradGraph:
 
         Args:
             parameter: A parameter that f was computed from.
-            ends: Function that returns whether a path ends at its last step. Every path ends at an operation with
-                another differentiable input.
+            ends: Function that returns whether a path ends at its last step. In any case, a path ends at an operation
+                that has another differentiable input.
         """
         return self._paths_from(self._leaves[id(parameter)], (), ends)
 
@@ -147,7 +147,7 @@ class AutogradGraph:
                 yield from self._paths_from(step.node, longer, ends)
 
     def find_path(self, parameter: Tensor, path: UsagePath) -> GraphSteps | None:
-        """Returns the steps of a path in this graph; None if it is missing, or the number of paths differs."""
+        """Returns the steps of a path in this graph; None if the path is missing or the number of paths differs."""
         if not self.uses(parameter):
             return None
 
@@ -164,7 +164,7 @@ class AutogradGraph:
         """Returns the operation that computed an input, skipping operations whose names are in `through`.
 
         Returns:
-            The operation; None if its result, or that of a skipped operation, is also used elsewhere.
+            The operation; None if its result or that of a skipped operation is also used elsewhere.
         """
         child = node.next_functions[slot][0]
         while child is not None and len(self._consumers[child]) == 1:
@@ -174,7 +174,7 @@ class AutogradGraph:
         return None
 
     def sinks(self, nodes: set[Node]) -> set[Node]:
-        """Returns the nodes from which a backward pass reaches no other node of the set, so that it can stop there."""
+        """Returns the nodes from which a backward pass reaches no other node in the set. The pass can stop at these."""
         reaches: dict[Node, bool] = {}
         for node in self._inputs_first():
             children = [child for child, _ in node.next_functions if child is not None]
@@ -203,8 +203,8 @@ def backward_to_nodes(
         f: Output with its graph.
         seed: Gradient at f.
         nodes: Operations to visit.
-        sinks: Nodes from which the backward pass reaches none of `nodes`. They are not executed, and are visited after
-            the backward pass.
+        sinks: Those of `nodes` from which the backward pass reaches no others. They are not executed, and are visited
+            after the backward pass.
         visit: Function that is called with each operation, the gradient at its output, and whether the backward pass
             is still running.
         retain: Whether to keep the graph for another pass.
@@ -225,7 +225,7 @@ def backward_to_nodes(
     try:
         gradients = torch.autograd.grad(f, edges, seed, retain_graph=retain, allow_unused=True)
     except CheckpointError as error:
-        problem = "the model calls torch.utils.checkpoint, which does not keep the inputs that factors need"
+        problem = "the model calls torch.utils.checkpoint, which does not keep the inputs that the factors need"
         raise KfacpackError(f"{problem}; {WITHOUT_CHECKPOINTS}") from error
     finally:
         for handle in handles:
@@ -242,7 +242,7 @@ def last_operation(steps: GraphSteps) -> tuple[str, int]:
 
 
 def selected_outputs(steps: GraphSteps) -> tuple[int, ...]:
-    """Returns the index of the part that is used, for each operation on a path that splits a tensor."""
+    """Returns, for each operation on a path that splits a tensor, the index of the part that is used."""
     parts: list[int] = []
     for before, after in pairwise(steps):
         if output_count(before.node) > 1:
@@ -253,7 +253,7 @@ def selected_outputs(steps: GraphSteps) -> tuple[int, ...]:
 
 
 def _input_count(node: Node) -> int:
-    """Returns the number of differentiable inputs."""
+    """Returns the number of differentiable inputs of an operation."""
     return sum(child is not None for child, _ in node.next_functions)
 
 
@@ -267,7 +267,7 @@ def backward_to_operand(step: GraphStep, gradient: Tensor) -> Tensor:
 
 
 def backward_to_parameter(steps: GraphSteps, gradient: Tensor) -> Tensor:
-    """Returns the gradient at a parameter, given the gradient at the operand of the last of `steps`."""
+    """Returns the gradient at a parameter, given the gradient at the operand of the last step."""
     for before, after in reversed(list(pairwise(steps))):
         gradient = call_backward(before.node, after.output, before.slot, gradient)
     return gradient

@@ -1,9 +1,9 @@
 """Finds the operations that combine each parameter with the examples, and assigns every parameter to a block.
 
 A parameter that is used once, as the matrix of a product, a convolution or an embedding lookup, gets Kronecker factors,
-together with its bias. Any other parameter that is used once gets a single matrix G: dense up to 2048 elements, only
-the diagonal above that. Parameters that are used more than once, or in a computation that all examples share, are
-rejected.
+together with its bias. Any other parameter that is used once gets a single matrix G, which is dense for up to 2048
+elements and diagonal above that. Parameters that are used more than once, or in a computation that all examples share,
+are rejected.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kfacpack.estimation.options import EstimateOptions
 
 
-_EXCLUDE_HINT = "Leave it out by listing the other parameters in 'params'"
+_EXCLUDE_HINT = "Leave it out by listing only the other parameters in 'params'"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ParamUsage:
         return self.steps[-1].node
 
     def marked(self) -> tuple[Tensor, Tensor]:
-        """Returns nonzero marks for the elements of the operand, and the same marks at the parameter.
+        """Returns nonzero marks for the elements of the operand, and the same marks mapped to the parameter.
 
         The marks are small integers, which every float dtype represents exactly. The two tensors show which element of
         the operand comes from which element of the parameter.
@@ -88,7 +88,7 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
     Args:
         trace: The trace of the model.
         name: Name of the parameter.
-        parameter: Parameter whose usages are found.
+        parameter: The parameter.
 
     Raises:
         KfacpackError: If the parameter is used in a computation that all examples share.
@@ -107,18 +107,19 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
 
 
 def unsupported_usage(name: str, usages: list[ParamUsage]) -> str:
-    """Returns the error message for a parameter that is used several times and cannot be factored."""
+    """Returns the error message for a parameter that is used several times in an unsupported way."""
     operations = ", ".join(operation_name(usage.node) for usage in usages[:8])
-    return f"parameter {name!r} is used {len(usages)} times (by {operations}) and cannot be factored. {_EXCLUDE_HINT}"
+    return f"parameter {name!r} is used {len(usages)} times (by {operations}), which is not supported. {_EXCLUDE_HINT}"
 
 
 def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePath:
     """Returns a description that locates a usage in the graph of another batch.
 
     Args:
-        usage: Usage to describe.
+        usage: The usage.
         count: Number of usages of the parameter.
-        as_matrix: Whether the parameter is the matrix of a product. Another batch may use another operation for it.
+        as_matrix: Whether the parameter is the matrix of a product. In another batch, torch may execute the product as
+            another operation.
     """
     key = last_operation(usage.steps)
     ends = equivalent_products(key) if as_matrix else None
@@ -127,11 +128,11 @@ def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePat
 
 
 def piece_of(usage: ParamUsage, operation: MatrixOperation) -> Piece | None:
-    """Finds the position of a parameter in the matrix (out, in) of its operation.
+    """Returns the position of a parameter in the matrix of its operation, (out, in).
 
     Args:
         usage: The usage of the parameter.
-        operation: The operation of the usage.
+        operation: The operation that uses the parameter.
 
     Returns:
         The position; None if the matrix does not consist of elements of the parameter.
@@ -155,7 +156,7 @@ def piece_of(usage: ParamUsage, operation: MatrixOperation) -> Piece | None:
 
 
 def bias_piece_of(bias: ParamUsage, column: int) -> Piece | None:
-    """Returns the position of a bias in `column` of the joined matrix; None if the column has other elements."""
+    """Returns the position of a bias in `column` of the joined matrix; None if the column contains other elements."""
     operand, marks = bias.marked()
     if torch.equal(marks, operand):
         return Piece(parameter=bias.name, at=(0, column))
@@ -166,16 +167,16 @@ def bias_piece_of(bias: ParamUsage, column: int) -> Piece | None:
 
 
 def _nonzero_rows(marks: Tensor) -> tuple[int, int] | None:
-    """Returns the range of nonzero rows; None if it has gaps."""
+    """Returns the range of nonzero rows; None if there are gaps in the range, or no nonzero rows."""
     nonzero = (marks != 0).any(1).nonzero().flatten().tolist()
     return (nonzero[0], nonzero[-1] + 1) if nonzero and nonzero[-1] - nonzero[0] + 1 == len(nonzero) else None
 
 
 def is_bias_of(trace: ModelTrace, bias: ParamUsage, weight: ParamUsage, rows: int) -> bool:
-    """Returns whether a usage adds a bias to the output rows of the operation of another usage.
+    """Returns whether a bias is added to the output rows of the operation that uses a weight.
 
     Args:
-        trace: The trace with both usages.
+        trace: The trace that contains both usages.
         bias: Usage of the bias.
         weight: Usage of the weight.
         rows: Number of rows of the weight.
@@ -194,14 +195,14 @@ def is_bias_of(trace: ModelTrace, bias: ParamUsage, weight: ParamUsage, rows: in
 
 
 DENSE_LIMIT = 2048
-"""Largest number of elements of a parameter with a dense G, if it is not the matrix of a product."""
+"""Maximum number of elements for which a parameter without Kronecker factors gets a dense G."""
 
 StructureName = Literal["kronecker", "dense", "diagonal"]
 
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """One block: its parameters, their operation, and how to find it in the graph of every batch."""
+    """A planned block: its parameters, the operation that uses them, and its location in the graph of every batch."""
 
     name: str
     operation: MatrixOperation | VectorOperation
@@ -210,13 +211,13 @@ class PlannedBlock:
     structure: StructureName
     join: Join
     parameter: str
-    """The parameter whose path leads to the operation. The bias of a block has no path of its own."""
+    """Name of the parameter whose path leads to the operation. The bias of a block has no path of its own."""
     path: UsagePath
     layout: ExampleLayout
     is_operand: bool
     """Whether the operand is the parameter itself, so that both have the same gradient."""
     inputs: int = 0
-    """Input group: blocks of one group have the same inputs and share A."""
+    """Index of the input group. Blocks in the same group have the same inputs and share the factor A."""
     few_rows: bool = False
     """Whether most rows of the gradient are zero, for example because f depends on only one position."""
 
@@ -227,7 +228,7 @@ class PlannedBlock:
 
     @property
     def one_hot(self) -> bool:
-        """Whether inputs are indices of one-hot rows."""
+        """Whether the inputs are one-hot rows, given as indices."""
         return isinstance(self.operation, MatrixOperation) and self.operation.one_hot
 
     @property
@@ -294,12 +295,12 @@ def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: Es
     if options.structure == "diagonal":
         blocks = [replace(block, structure="diagonal") for block in blocks]
     if options.sharing == "reduce":
-        # The mean of one-hot rows is not one-hot, and A of a whole vocabulary would not be diagonal.
+        # The mean of one-hot rows is not one-hot, so the factor A of a vocabulary would not be diagonal.
         blocks = [replace(block, structure="diagonal") if block.one_hot else block for block in blocks]
     for block in blocks:
         _check_diagonal_blocks(block, options)
     if not blocks:
-        raise KfacpackError("f does not depend on any of the selected parameters")
+        raise KfacpackError("f does not depend on any of the selected parameters; select others with 'params'")
     unused = tuple(name for name in parameters if name not in used)
     return BlockPlan(tuple(blocks), unused, trace.f.shape[1])
 
@@ -311,7 +312,8 @@ def _check_diagonal_blocks(block: PlannedBlock, options: EstimateOptions) -> Non
         problem = (
             f"block {block.name!r} has a factor of side {side}, which is too small for {options.diagonal_blocks} blocks"
         )
-        raise KfacpackError(f"compress {options.compress!r}: {problem}. Use a smaller K, or exclude it from 'params'")
+        remedy = "Use a smaller K, or exclude the block's parameters with 'params'"
+        raise KfacpackError(f"compress {options.compress!r}: {problem}. {remedy}")
 
 
 def _kronecker_blocks(
@@ -359,17 +361,17 @@ def _kronecker_blocks(
 def _layout_of_rows(trace: ModelTrace, name: str, gradients: tuple[Tensor, ...]) -> ExampleLayout:
     layout = trace.layout_of(gradients) or trace.layout_of_zero(gradients)
     if layout is None:
-        raise KfacpackError(f"parameter {name!r} cannot be estimated: its rows cannot be assigned to examples")
+        raise KfacpackError(f"parameter {name!r} cannot be estimated: its gradient does not separate the examples")
     return layout
 
 
 def _is_mostly_zero(gradients: Tensor, examples: int) -> bool:
-    """Returns whether f is independent of most positions, given gradients of one of `examples` examples."""
+    """Returns whether f is independent of most positions, given the gradients for one of `examples` examples."""
     return bool((gradients != 0).any(1).sum() * 2 * examples < len(gradients))
 
 
 def _vector_block(trace: ModelTrace, usage: ParamUsage) -> PlannedBlock:
-    """Returns the block with a dense or diagonal G for one usage."""
+    """Returns the block for a usage that has no Kronecker factors but a dense or diagonal G."""
     operation, size = usage.operation, usage.parameter.numel()
     g = trace.gradients[usage.node][0]
     shared = usage.layout.fits(g, usage.steps[-1].operand_shape)

@@ -32,14 +32,14 @@ WIDE_SIDE, WIDE_BLOCKS = 8192, 8
 
 @dataclass(frozen=True)
 class CollectorSettings:
-    """Dtype, device and form of the sums."""
+    """Settings for the sums of an estimate."""
 
     dtype: torch.dtype
     device: torch.device
     reduce: bool = False
     """Whether to use KFAC-reduce, which combines positions before products are computed rather than after."""
     blocks: int | None = None
-    """Number of diagonal blocks that are computed per Kronecker factor; None to choose it by the side of the factor."""
+    """Number of diagonal blocks that are computed per Kronecker factor; None for a number that depends on its side."""
 
     def blocks_of(self, side: int) -> int:
         """Returns the number of diagonal blocks that are computed for a Kronecker factor with this side."""
@@ -52,18 +52,18 @@ class BackwardPass:
 
     examples: int
     mask: Tensor | None
-    """Mask, (N, R), False at padded positions."""
+    """Mask, (N, R), which is False at padded positions; None if there is no mask."""
     first: bool
-    """Whether this is the first pass of the batch, in which inputs are collected as well."""
+    """Whether this is the first pass over the batch, in which inputs are collected as well."""
     collected: dict[int, Hashable] = field(default_factory=dict)
-    """Identity of the inputs collected so far, by input group."""
+    """Key that identifies the inputs collected so far, by input group."""
 
 
 class FactorTally:
     """A sum, and the number of positions it includes.
 
     Args:
-        total: Sum that rows are added to.
+        total: Sum to which rows are added.
         device: Device of the tensor that counts the positions.
     """
 
@@ -75,9 +75,9 @@ class FactorTally:
         """Adds rows.
 
         Args:
-            rows: As for `RunningSum.add`.
+            rows: See `RunningSum.add`.
             positions: Number of positions that the rows represent.
-            count: As for `RunningSum.add`.
+            count: See `RunningSum.add`.
         """
         self.total.add(rows, count)
         self.positions += positions if isinstance(positions, int) else positions.to(self.positions.device)
@@ -89,10 +89,10 @@ class FactorTally:
 
 
 class Collector(ABC):
-    """Collects the sums of one block.
+    """Base class of objects that accumulate the sums of one block.
 
     Args:
-        planned: Block of the plan.
+        planned: The planned block.
     """
 
     immediate = True
@@ -113,14 +113,14 @@ class Collector(ABC):
 
     @abstractmethod
     def tallies(self) -> Mapping[str, FactorTally]:
-        """Returns the sums by role (`A`, `B` or `G`); other blocks may share them."""
+        """Returns the sums by role (`A`, `B` or `G`). Several blocks may share a sum."""
 
     @abstractmethod
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
-        """Returns the structure of the block, given the finished matrix of every role."""
+        """Returns the structure of the block, given the finished matrix for every role."""
 
     def block(self, matrices: Mapping[str, Matrix]) -> CurvatureBlock:
-        """Returns the finished block, given the finished matrix of every role."""
+        """Returns the finished block, given the finished matrix for every role."""
         return CurvatureBlock(self.planned.name, self.planned.kind, self.planned.join, self.structure(matrices))
 
 
@@ -128,9 +128,9 @@ class KroneckerCollector(Collector):
     """Collects the Kronecker factors A and B of the matrix of a product.
 
     Args:
-        planned: Block of the plan.
-        settings: Dtype, device and form of the sums.
-        shared: Sums of A by input group, shared by all collectors. The sum of a new group is added.
+        planned: The planned block.
+        settings: Settings for the sums.
+        shared: Sums for A by input group, shared by all collectors. The sum for a new group is added to this dict.
     """
 
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings, shared: dict[int, FactorTally]):
@@ -150,7 +150,7 @@ class KroneckerCollector(Collector):
         self._B = FactorTally(GramSum(rows, *options, blocks=settings.blocks_of(rows)), settings.device)
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
-        """Adds g gᵀ to B, and in the first pass of a batch a aᵀ to A."""
+        """Adds g gᵀ to B and, in the first pass over a batch, a aᵀ to A."""
         node, layout, examples = steps[-1].node, self.planned.layout, backward_pass.examples
         operation = matrix_operation_of(steps[-1])
         gradients = operation.gradients(node, g)
@@ -160,12 +160,12 @@ class KroneckerCollector(Collector):
             if collected.setdefault(self.planned.inputs, identity) is identity:
                 self._collect_inputs(operation.inputs(node), kept, examples)
             elif collected[self.planned.inputs] != identity:
-                problem = "shared its inputs with another block in the first batch, but does not in this one"
+                problem = "shared its inputs with another block in the first batch, but not in this batch"
                 raise KfacpackError(f"block {self.planned.name!r} {problem}")
         if self._reduce:
             gradients = sums(gradients.to(self._dtype), layout, examples, kept)
         elif kept is not None:
-            # Padded rows are zero here; dropping them only saves computation.
+            # The gradients of padded rows are zero; dropping them only saves computation.
             gradients = gradients[kept] if drops_rows(gradients.device) else gradients
         elif self.planned.few_rows and drops_rows(gradients.device):
             gradients = gradients[(gradients != 0).any(1)]
@@ -186,20 +186,20 @@ class KroneckerCollector(Collector):
             self._A.add(rows.masked_fill(~kept[:, None], 0), count, count)
 
     def tallies(self) -> Mapping[str, FactorTally]:
-        """Returns the sums of B and A."""
+        """Returns the sums for B and A."""
         return {"B": self._B, "A": self._A}
 
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
-        """Returns B ⊗ A."""
+        """Returns the structure B ⊗ A."""
         return Kronecker.of(matrices["B"], matrices["A"])
 
 
 class WholeCollector(Collector):
-    """Collects the whole G of a block, or its diagonal, from the gradients of single examples.
+    """Collects the matrix G of a whole block, or its diagonal, from per-example gradients.
 
     Args:
-        planned: Block of the plan.
-        settings: Dtype, device and form of the sums.
+        planned: The planned block.
+        settings: Settings for the sums.
     """
 
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings):
@@ -210,31 +210,32 @@ class WholeCollector(Collector):
         self._G = FactorTally(total, settings.device)
 
     def tallies(self) -> Mapping[str, FactorTally]:
-        """Returns the sum of G."""
+        """Returns the sum for G."""
         return {"G": self._G}
 
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
-        """Returns G."""
+        """Returns the structure that consists of G."""
         return Whole(matrices["G"])
 
 
 class VectorCollector(WholeCollector):
-    """Collects G of a parameter that is not the matrix of a product, but is added, multiplied or used in another way.
+    """Collects G for a parameter that is not the matrix of a product, for example one that is added.
 
     Args:
-        planned: Block of the plan.
-        settings: Dtype, device and form of the sums.
+        planned: The planned block.
+        settings: Settings for the sums.
     """
 
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings):
         super().__init__(planned, settings)
         assert isinstance(planned.operation, VectorOperation)
         self._operation = planned.operation
-        # During the backward pass, the operations between the parameter and the operand return no gradients either.
+        # The operations between the parameter and the operand return gradients only after the backward pass, because
+        # these gradients are not requested from it.
         self.immediate = planned.operation.immediate and planned.is_operand
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
-        """Adds the outer product, or the squares, of every example's gradient."""
+        """Adds the outer product, or the squares, of the gradient for each example."""
         if self._operation.immediate:
             g = g.to(self._dtype)  # positions are summed in this dtype
         vectors = self._operation.vectors(steps[-1], g, self.planned.layout, backward_pass.examples)
@@ -253,10 +254,13 @@ class VectorCollector(WholeCollector):
 
 
 class DiagonalRowCollector(WholeCollector):
-    """Collects the diagonal of G for the matrix of a product: the squares of Σ g aᵀ over each example's positions."""
+    """Collects the diagonal of G for the matrix of a product.
+
+    The contribution of an example is the elementwise square of Σ g aᵀ, which is summed over its positions.
+    """
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
-        """Adds the squares of every example's gradient."""
+        """Adds the squares of the gradient for each example."""
         node, layout, examples = steps[-1].node, self.planned.layout, backward_pass.examples
         operation = matrix_operation_of(steps[-1])
         gradients = by_example(operation.gradients(node, g).to(self._dtype), layout, examples)
@@ -265,7 +269,7 @@ class DiagonalRowCollector(WholeCollector):
             self._G.add(self._example_gradient(example_gradients, rows).reshape(1, -1))
 
     def _example_gradient(self, gradients: Tensor, rows: Tensor) -> Tensor:
-        """Returns Σ g aᵀ: (R, out) and (R, in) or (R,) -> (out, in), with the bias as the last column."""
+        """Returns Σ g aᵀ, (out, in), for g (R, out) and a (R, in), or (R,) if one-hot. A bias is the last column."""
         columns = self.planned.join.columns
         if self.planned.one_hot:
             return gradients.new_zeros(gradients.shape[1], columns).index_add_(1, rows.clamp(min=0), gradients.T)
@@ -277,9 +281,9 @@ def collector_for(planned: PlannedBlock, settings: CollectorSettings, shared: di
     """Returns the collector for a planned block.
 
     Args:
-        planned: Block of the plan.
-        settings: Dtype, device and form of the sums.
-        shared: Sums of A by input group, shared by all collectors.
+        planned: The planned block.
+        settings: Settings for the sums.
+        shared: Sums for A by input group, shared by all collectors.
     """
     if planned.structure == "kronecker":
         return KroneckerCollector(planned, settings, shared)

@@ -1,4 +1,4 @@
-"""Helpers for several processes: process groups, ranks, devices, sums over processes, numbers of jobs and threads."""
+"""Helpers for runs with several processes: process groups, devices, sums, and numbers of processes and threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kfacpack._torch import copy_each
 from kfacpack.errors import KfacpackError, ProcessLostError, first_line
 
 THREADS = ((50_000_000, 1), (500_000_000, 4), (math.inf, 16))
-"""Pairs of an upper limit for the number of parameters, and the number of threads per stage on a CPU."""
+"""Pairs (limit, threads). On a CPU, the first pair whose limit exceeds the number of parameters is used."""
 BUCKET_BYTES = 2**25
 """Maximum size of the tensors that are communicated together; a larger tensor is communicated alone, without a copy."""
 _LIBRARY_BYTES = 1_000_000_000
@@ -30,7 +30,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Returns the number of processes; 1 if this one runs alone."""
+    """Returns the number of processes; 1 if this process runs alone."""
     return dist.get_world_size() if _is_distributed() else 1
 
 
@@ -96,7 +96,7 @@ def all_reduce_sum(tensors: Iterable[Tensor]) -> None:
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Replaces each tensor with that of the first process, in place."""
+    """Replaces each tensor with the tensor in the first process, in place."""
     _synchronize(tensors, lambda tensor: dist.broadcast(tensor, src=0))
 
 
@@ -119,7 +119,7 @@ def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], obje
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups tensors of one dtype and device into buckets of limited size, in an order that depends on shapes only."""
+    """Groups tensors by dtype and device into buckets of limited size, independently of their values."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         bucket = open_buckets.setdefault((tensor.dtype, tensor.device), [])
@@ -131,7 +131,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def barrier() -> None:
-    """Waits for all processes."""
+    """Waits until all processes have called this function."""
     if world_size() > 1:
         with _report_lost_process():
             dist.barrier()
@@ -139,7 +139,7 @@ def barrier() -> None:
 
 @contextmanager
 def _report_lost_process() -> Iterator[None]:
-    """Converts RuntimeErrors of Gloo and NCCL to `ProcessLostError`."""
+    """Converts RuntimeErrors from Gloo and NCCL to `ProcessLostError`."""
     try:
         yield
     except RuntimeError as error:
@@ -162,14 +162,14 @@ def _requested_threads() -> int | None:
 def stage_threads(device: torch.device, parameters: int, requested: int | None = None) -> int:
     """Returns the number of threads to use for a stage of a plan.
 
-    The number of threads affects rounding. It is therefore independent of the number of processes, so that the results
-    of a plan are the same with one process and with several.
+    The number of threads affects rounding. It is therefore independent of the number of processes, so that a
+    plan has the same results with one process and with several.
 
     Args:
         device: Device of the model.
         parameters: Number of parameters of the model.
-        requested: The requested number. Defaults to OMP_NUM_THREADS. If this is not set, the number depends on the size
-            of the model (`THREADS`), up to the number of cores; on GPUs, it is the number of cores per GPU.
+        requested: The requested number. Defaults to OMP_NUM_THREADS. If this variable is not set, the number depends on
+            the size of the model (`THREADS`), up to the number of cores; on GPUs, it is the number of cores per GPU.
     """
     if chosen := requested or _requested_threads():
         return chosen
@@ -186,7 +186,7 @@ def devices_of(device: torch.device) -> list[torch.device]:
 
 
 def default_jobs(device: torch.device, threads: int) -> int:
-    """Returns the default number of processes: one per GPU; on a CPU, the cores divided by `threads`.
+    """Returns the default number of processes: one per GPU; on a CPU, the number of cores divided by `threads`.
 
     Args:
         device: Device of the model.
@@ -198,7 +198,7 @@ def default_jobs(device: torch.device, threads: int) -> int:
 
 
 def worker_bytes(model_bytes: int) -> int:
-    """Returns the expected memory of a worker: libraries, and the model with vectors, gradients and optimizer state."""
+    """Returns the expected memory of a worker in bytes: libraries, weights, vectors, gradients and optimizer state."""
     return _LIBRARY_BYTES + _MODEL_COPIES * model_bytes
 
 
@@ -206,20 +206,20 @@ def workers_on_gpus(device: torch.device, model_bytes: int) -> int:
     """Returns how many workers fit into the free memory of the GPUs, at least one per GPU.
 
     Args:
-        device: Device of the model; `cuda` without an index stands for all GPUs.
-        model_bytes: Size of the model in memory.
+        device: Device of the model; `cuda` without an index means all GPUs.
+        model_bytes: Size of the model in bytes.
     """
     free = [torch.cuda.mem_get_info(gpu)[0] for gpu in devices_of(device)]
     return sum(max(1, available // (_MODEL_COPIES * model_bytes)) for available in free)
 
 
 def available_bytes() -> int | None:
-    """Returns the memory that new processes can use, or None if it is unknown."""
+    """Returns the number of bytes that new processes can use; None if it is unknown."""
     limits = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         limits.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
-    with suppress(OSError, ValueError):  # a container, unless its limit is "max"
+    with suppress(OSError, ValueError):  # in a container; int("max") fails if its memory is not limited
         maximum, current = (Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="ascii") for name in _CGROUP)
         limits.append(max(0, int(maximum) - int(current)))
     return min(limits, default=None)

@@ -1,4 +1,4 @@
-"""`kp.estimate`: the generalised Gauss-Newton matrix of f, block by block, in one pass over the data."""
+"""Implements `kp.estimate`: the generalised Gauss-Newton matrix of f, by block, in one pass over the data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def estimate(
     """Estimates the curvature of a model's output f on the given inputs: G = 1/N Σ JᵀJ, block by block.
 
     The model is used in eval mode, and its flags are restored. With several processes (torch.distributed), pass the
-    same batches to all of them; each processes a part of the batches, and all return the same curvature.
+    same batches to all of them; each of them processes some of the batches, and all return the same curvature.
 
     Args:
         model: A module, where f is `model(*batch)` of shape (N, C); or a model from `kp.load_model`, which defines f
@@ -67,19 +67,20 @@ def estimate(
         fisher: "mc" differentiates f in `samples` random directions per example, "exact" in all C directions.
         samples: Number of random directions (probes) per example.
         probe: Distribution of the probes: "orthogonal", "rademacher" or "gaussian".
-        params: Names or patterns (`*.mlp.*`) of the parameters to cover. Defaults to all that f depends on; for a
-            model from `kp.load_model`, without those that its family freezes.
-        seed: Seed of the probes, which depend only on the seed and on the index of the example.
+        params: Names or patterns (`*.mlp.*`) of the parameters to cover. Defaults to all parameters that
+            f depends on, except those that the family of a model from `kp.load_model` freezes.
+        seed: Seed for the probes, which depend only on the seed and on the index of the example.
         forward: Function that computes f from a batch, if f is not `model(*batch)`.
-        sharing: How KFAC treats positions that share a weight: "expand" or "reduce".
+        sharing: KFAC variant for weights that several positions share: "expand" or "reduce".
         structure: "kronecker", or "diagonal" for the diagonal of G in every block.
-        compress: Codecs, as for `kp.compress`. With "block:K", only the K diagonal blocks of each factor are computed.
+        compress: Codecs such as "block:8+int8"; see `kp.compress`. With "block:K", only the K diagonal blocks of each
+            factor are computed.
         offload: Whether to keep the sums on the CPU, regardless of the model's device.
-        metric: "l2" for the squared norm of the change of f. "kl" for the divergence of the output distribution of a
-            language model, which needs a model from `kp.load_model`.
+        metric: Measure of a change in f: "l2" for its squared norm, or "kl" for the Kullback-Leibler divergence of the
+            output distribution. "kl" requires a language model from `kp.load_model`.
         name: Name of the model in the bundle. Defaults to the model's own name, or to the name of its class.
-        function: Description of f in the bundle.
-        source: Description of the data in the bundle.
+        function: Description of f, which is stored in the bundle.
+        source: Description of the data, which is stored in the bundle.
 
     Returns:
         The curvature.
@@ -97,17 +98,17 @@ def estimate(
     family, revision = "torch", None
     if isinstance(model, Model):
         family, revision, name = model.family, model.revision, name or model.name
-        # The model's `function` only describes its own f.
+        # `model.function` describes the model's own f, not the output of `forward`.
         function = function or (model.function if forward is None else None)
     parameters = select_parameters(module, params, frozen)
     if isinstance(batches, (Tensor, Mapping)):
-        # Both are iterable, but their items are single examples and keys.
+        # Both are iterable, but yield single examples and keys, respectively.
         problem = f"expected an iterable of batches, got a single {type(batches).__name__}"
         raise KfacpackError(f"{problem}. Pass [batch], or batch.split(32) to divide a tensor into batches")
     remaining = iter(batches)
     first = next(remaining, None)
     if first is None:
-        raise KfacpackError("there are no batches to estimate from")
+        raise KfacpackError("expected at least one batch, got no batches")
     device = device_of(parameters)
     with eval_mode(module, parameters), ThreadPoolExecutor(max_workers=1) as background:
         probes = probes_of(model if forward is None else module, options)
@@ -134,34 +135,34 @@ def _own_batches(batches: Iterable[ModelInput], accumulator: CurvatureAccumulato
         size = batch_size_of(batch)
         if size is None:
             problem = "cannot distribute batches over processes: their tensors have different first dimensions"
-            raise KfacpackError(f"{problem}; the first dimension of every tensor must be that of the examples")
+            raise KfacpackError(f"{problem}; every tensor must have one entry per example along its first dimension")
         if index % distributed.world_size() == distributed.rank():
             yield start, batch
         start += size
 
 
 def probes_of(model: nn.Module | Model, options: EstimateOptions) -> Probes:
-    """Returns the probes of an estimate, with the model's output layer if the metric needs it.
+    """Returns the probes for an estimate, with the model's output layer if the metric needs it.
 
     Args:
         model: Model whose curvature is estimated.
         options: The options of the estimate.
 
     Raises:
-        KfacpackError: If the metric is `kl`, and f does not predict tokens.
+        KfacpackError: If the metric is `kl` and f does not predict tokens.
     """
     output_layer = require_metric(model, options.metric)
     return options.probes if output_layer is None else replace(options.probes, output_layer=output_layer())
 
 
 def require_metric(model: nn.Module | Model, metric: str) -> Callable[[], Tensor] | None:
-    """Checks that changes of f can be measured by a metric.
+    """Checks that changes in f can be measured by a metric.
 
     Returns:
-        The function that returns the model's output layer; None if the metric does not need it.
+        A function that returns the model's output layer; None if the metric does not need it.
 
     Raises:
-        KfacpackError: If the metric is `kl`, and f does not predict tokens.
+        KfacpackError: If the metric is `kl` and f does not predict tokens.
     """
     if metric == "l2":
         return None
@@ -185,16 +186,16 @@ def begin_accumulation(
     """Traces the model, plans the blocks and allocates the sums.
 
     Args:
-        forward: Function from a batch to f.
+        forward: Function that computes f from a batch.
         batch: The first batch.
         parameters: Selected parameters, by name.
         options: Options of the estimate.
         params: The patterns that selected the parameters.
-        number: Index of the first example of the batch.
-        probes: The probes to draw, from `probes_of`; those of the metric `l2` by default.
+        number: Index of the first example in the batch.
+        probes: The probes to draw, from `probes_of`. Defaults to the probes for the metric `l2`.
 
     Returns:
-        An accumulator without examples.
+        An accumulator to which no batch has been added.
 
     Raises:
         KfacpackError: If a parameter cannot be estimated, or f does not depend on a parameter in `params`.
@@ -210,7 +211,7 @@ def begin_accumulation(
 def _trace_and_plan(
     forward: Forward, batch: ModelInput, parameters: Mapping[str, Tensor], options: EstimateOptions
 ) -> tuple[ModelTrace, BlockPlan]:
-    """Plans from the first example of a batch, or from a later one that has nonzero gradients at more operations."""
+    """Traces the first example of a batch, or a later one with fewer zero gradients, and plans the blocks from it."""
     best: tuple[ModelTrace, BlockPlan] | None = None
     for example in sorted({0, (batch_size_of(batch) or 1) // 2, (batch_size_of(batch) or 1) - 1}):
         trace = trace_model(forward, batch, parameters, example)
@@ -239,7 +240,7 @@ def finish_curvature(
         base: Description of the model.
         function: Description of f.
         source: Description of the data.
-        output_scale: Scale of f; None for that of the accumulator's outputs.
+        output_scale: Scale of f; None to use that of the outputs in the accumulator.
     """
     distributed.all_reduce_sum(tensor for _, tensor in accumulator.tensors())
     blocks = [_with_loss(block, options) for block in accumulator.finish()]
@@ -256,17 +257,17 @@ def finish_curvature(
 
 
 def _with_loss(block: CurvatureBlock, options: EstimateOptions) -> CurvatureBlock:
-    """Records an unmeasured loss if off-diagonal blocks were not computed, because of 'block:K' or wide factors."""
+    """Records an unmeasured loss if off-diagonal blocks were not computed, due to 'block:K' or wide factors."""
     if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
         return replace(block, losses=(Loss(step=str(options.chain.structure or BlockCodec(WIDE_BLOCKS))),))
     return block
 
 
 def compress_result(curvature: Curvature, options: EstimateOptions) -> tuple[Curvature, CompressionReport]:
-    """Compresses an estimate by the steps of `options.compress` that accumulation did not apply.
+    """Compresses an estimate by the steps of `options.compress` that were not applied during accumulation.
 
     Returns:
-        The compressed curvature, and a report of the approximation error of these steps.
+        The compressed curvature, and a report on the approximation error of these steps.
     """
     compressed, report = compress_with(curvature, choose_codecs(curvature, options.compress, None))
     return with_unknown_loss(compressed, options), report

@@ -1,6 +1,6 @@
-"""Running sums that become matrices. They are updated in place, in at least float32, without redundant elements.
+"""Running sums that become matrices. Sums are updated in place, in at least float32, without redundant elements.
 
-Rows are (P, n). The `tensors` of a sum can be stored, restored and added up across processes.
+Rows have shape (P, n). The `tensors` of a sum can be stored, restored, and added up over processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RunningSum(ABC):
 
         Args:
             rows: Rows to add.
-            count: Number of rows that are not padding, if padded rows are zero. Defaults to P.
+            count: Number of rows that are not padding; rows of padding must be zero. Defaults to P.
         """
 
     @abstractmethod
@@ -51,7 +51,7 @@ class RunningSum(ABC):
 
     @abstractmethod
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
-        """Returns the sum divided by `divisor`, as a matrix on the CPU. The sum cannot be used afterwards."""
+        """Returns the sum divided by `divisor` as a matrix on the CPU. The sum cannot be used afterwards."""
 
     @abstractmethod
     def shape(self) -> Matrix:
@@ -59,7 +59,7 @@ class RunningSum(ABC):
 
 
 class TriangleSum:
-    """The lower triangle of Σ x xᵀ.
+    """The lower triangle of Σ x xᵀ, summed over rows x.
 
     Args:
         side: Number of elements of x.
@@ -75,8 +75,8 @@ class TriangleSum:
                 places.append((start, left, stop - start, right - left, tile, other, 0))
             for first, last in spans(stop - start, max(1, round((stop - start) / STRIP))):
                 places.append((start + first, start, last - first, last, tile, tile, first))
-        # One buffer, which an allocator can reuse as a whole. With one tensor per part, freed parts left gaps that were
-        # too small for the packed matrices, and the memory of an estimate doubled while they were written.
+        # One buffer, which the allocator can reuse as a whole. With one tensor per part, freed parts left gaps that
+        # were too small for the packed matrices, and memory use doubled while the matrices were written.
         sizes = [aligned(height * width) for _, _, height, width, *_ in places]
         parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes) if sizes else ()
         self._parts = [
@@ -106,7 +106,7 @@ class TriangleSum:
         return all(bool(diagonal.isfinite().all()) for diagonal in diagonals)
 
     def pack_into(self, packed: Tensor, divisor: float) -> None:
-        """Writes the divided sum to a packed triangle, and frees it."""
+        """Writes the sum, divided by `divisor`, to a packed triangle, and frees the memory of the sum."""
         while self._parts:
             part = self._parts.pop()
             pack_rows(part.values.div_(divisor).cpu(), part.row, part.left, packed)
@@ -114,7 +114,7 @@ class TriangleSum:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Consecutive rows of a triangle, starting at column `left`. They are products of the columns of two tiles."""
+    """Consecutive rows of a triangle, from column `left` on. They are products of columns from two tiles."""
 
     row: int
     left: int
@@ -132,8 +132,8 @@ class GramSum(RunningSum):
         width: Number of elements of x.
         dtype: Dtype of the sum.
         device: Device of the sum.
-        ones: Whether to append a one to every row. The ones are not materialised: they add the sum of the rows and
-            the number of rows to the matrix.
+        ones: Whether to append a one to every row. The ones are not stored: their products are the sum of the
+            rows and the number of rows.
         blocks: Number of diagonal blocks.
 
     Raises:
@@ -173,7 +173,7 @@ class GramSum(RunningSum):
             yield from (self._sums, self._count)
 
     def shape(self) -> Matrix:
-        """Returns the finished matrix without values."""
+        """Returns the finished matrix without its values."""
         return self._matrix(SpecTensors({"data": (FILE_TYPES[self._dtype], self._data_shape)}))
 
     def is_finite(self) -> bool:
@@ -183,7 +183,7 @@ class GramSum(RunningSum):
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
         """Returns the sum divided by `divisor`. The matrix is packed on first access."""
         shape = self._data_shape
-        # Packed on demand: saving reads the matrix once anyway, and other uses may never need it.
+        # Packed on demand, because a matrix is read only once when it is saved, and may not be read at all otherwise.
         components = LazyTensors((FILE_TYPES[self._dtype], shape), lambda: self._packed(divisor).reshape(shape))
         return self._matrix(components, examples=examples, positions=positions)
 
@@ -200,7 +200,7 @@ class GramSum(RunningSum):
         return self.blocks, triangle_length(widest_block(self.side, self.blocks))
 
     def _packed(self, divisor: float) -> Tensor:
-        # Every element is written, except the padding of blocks that are shorter than the widest.
+        # Every element is written, except for the padding of blocks that are smaller than the widest block.
         packed = (torch.empty if self.blocks == 1 else torch.zeros)(self._packed_shape, dtype=self._dtype)
         for triangle, target in zip(self._triangles, packed, strict=True):
             triangle.pack_into(target, divisor)
@@ -232,7 +232,7 @@ class DiagonalSum(RunningSum):
         yield self._values
 
     def shape(self) -> Matrix:
-        """Returns the finished matrix without values."""
+        """Returns the finished matrix without its values."""
         return Diagonal(self.side, SpecTensors({"data": (FILE_TYPES[self._values.dtype], (self.side,))}))
 
     def is_finite(self) -> bool:
@@ -245,7 +245,7 @@ class DiagonalSum(RunningSum):
 
 
 class SquareSum(DiagonalSum):
-    """The sum Σ x² over rows x, element by element."""
+    """The elementwise sum Σ x² over rows x."""
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
         """Adds the elementwise squares of rows, (P, side)."""
@@ -253,11 +253,11 @@ class SquareSum(DiagonalSum):
 
 
 class CountSum(DiagonalSum):
-    """The sum Σ x xᵀ over one-hot rows, given as indices: the count of every index. Negative indices are ignored."""
+    """The sum Σ x xᵀ over one-hot rows x, given as indices: the count of each index. Ignores negative indices."""
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
-        """Adds one-hot rows, as (P,) indices."""
-        # Not bincount of rows[rows >= 0]: on a GPU, both would wait for the device. Index -1 is counted in element 0.
+        """Adds one-hot rows, given as indices, (P,)."""
+        # bincount and rows[rows >= 0] are not used, because both wait for a GPU. Index -1 is counted in element 0.
         indices = rows.to(torch.int64).clamp(min=-1) + 1
         counts = torch.zeros(self.side + 1, dtype=torch.int64, device=rows.device)
         self._add(counts.scatter_add_(0, indices, torch.ones_like(indices))[1:])

@@ -1,8 +1,8 @@
-"""Forecasts the blocks, size, time, disk space and memory of an estimate, and lists figures of GPUs.
+"""Forecasts the blocks of an estimate and its size, time, disk space and memory, also for GPUs that are not available.
 
-For a layer-by-layer estimate, one layer of each kind is planned and measured. No weights are needed: a model
-that is loaded with `loading="shapes"` has arbitrary values. For a GPU that is not available, the time follows from the
-number of floating-point operations.
+For a layer-by-layer estimate, one layer of each kind is planned and measured. This requires no weights: with
+`loading="shapes"`, a model is loaded with arbitrary values. For a GPU that is not available, the time is computed from
+the number of floating-point operations.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Blocks, size and cost of an estimate, before it is computed."""
+    """Forecast of the blocks, size and cost of an estimate."""
 
     blocks: tuple[BlockForecast, ...]
     frozen: tuple[str, ...]
-    """Parameters that are excluded, because the model's family freezes them or they were not selected."""
+    """Parameters that are excluded because the model's family freezes them or because they are not selected."""
     unused: tuple[str, ...]
     """Parameters that f does not depend on."""
     examples: int
     batches: int
     bytes: int
-    """Size of the bundle's tensors."""
+    """Size of the bundle's tensors in bytes."""
     seconds: float
-    """Measured time of one batch, times the number of batches."""
+    """Expected time of the estimate: that of one batch, times the number of batches."""
     peak_memory: int
-    """Bytes of the weights and the sums, plus the larger of two sizes: that of the activations of a batch, and that of
-    the matrices that are computed from the sums."""
+    """Peak memory in bytes: that of the weights and the sums, plus the larger of the activations of a batch and the
+    matrices that are computed from the sums."""
     stored_bytes: int = 0
     """Total size in bytes of the files, other than the bundle, that a streamed estimate stores until it is complete."""
 
@@ -61,11 +61,11 @@ class Forecast:
 def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput) -> int:
     """Estimates how many bytes autograd saves for the backward pass of a batch, excluding weights.
 
-    The number is extrapolated from two examples if the batch can be split.
+    If the batch can be split into examples, the number is extrapolated from two of them.
 
     Args:
-        model: The module whose weights are not counted.
-        forward: Function from a batch to f.
+        model: Module whose weights are not counted.
+        forward: Function that computes f from a batch.
         batch: The batch, with its padding.
     """
     size = batch_size_of(batch)
@@ -81,7 +81,7 @@ def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> int:
     The largest tensor is counted three times, to include its incoming and outgoing gradients.
 
     Args:
-        model: The module whose weights are not counted.
+        model: Module whose weights are not counted.
         compute: Function that computes an output.
     """
     weights = {tensor.untyped_storage().data_ptr() for tensor in _parameters_and_buffers(model)}
@@ -114,10 +114,10 @@ def _parameters_and_buffers(model: nn.Module) -> Collection[Tensor]:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Published figures of a GPU."""
+    """Published specifications of a GPU."""
 
     name: str
-    """Name, including the size of the memory if the GPU has several variants."""
+    """Name, including the memory size if the GPU has several variants."""
     memory: float
     """Size of the memory in bytes."""
     half: float
@@ -135,18 +135,18 @@ GPUS = (
 )
 """GPUs whose names `find_gpu` accepts."""
 EFFICIENCY = 0.17
-"""Assumed fraction of a GPU's published speed. It corresponds to a linearised step of 128 examples of ViT-B/32 in 0.1 s
-on an A100."""
+"""Assumed fraction of a GPU's published speed. At this fraction, a linearised training step of ViT-B/32 with 128
+examples takes 0.1 s on an A100."""
 DISK_SPEED = 1e9
 """Assumed speed of the disk in bytes per second."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """Returns the figures of a GPU.
+    """Returns the specifications of a GPU.
 
     Args:
-        name: Name of the GPU, in upper or lower case. If the name does not contain the size of the memory (`A100`), the
-            first size in `GPUS` is used.
+        name: Name of the GPU, in upper or lower case. For a name without the memory size (`A100`), the first size in
+            `GPUS` is used.
 
     Raises:
         KfacpackError: If the name is unknown.
@@ -160,21 +160,21 @@ def find_gpu(name: str) -> Gpu:
 
 @dataclass
 class _Segment:
-    """Cost of one segment for one batch, and its blocks."""
+    """Blocks of one segment, and its cost for one batch."""
 
     blocks: tuple[BlockForecast, ...]
     weights: int
-    """Size of its weights in bytes."""
+    """Size of the weights in bytes."""
     sums: int
-    """Size of its sums in bytes."""
+    """Size of the sums in bytes."""
     peak: int
-    """Peak memory in bytes while it is computed or written, excluding weights outside of layers."""
+    """Peak memory in bytes while the segment is computed or written, excluding weights outside the layers."""
     flops: int = 0
-    """Floating-point operations of its forward pass, for one batch."""
+    """Floating-point operations of the forward pass for one batch."""
     sum_flops: int = 0
-    """Floating-point operations of its sums, for one batch."""
+    """Floating-point operations that add one batch to the sums."""
     seconds: float = 0.0
-    """Measured time of one batch, forward and backward."""
+    """Measured time of the forward and backward passes for one batch."""
 
 
 def forecast_stream(
@@ -193,7 +193,7 @@ def forecast_stream(
         batch: The first batch, on the device of the model.
         examples: Number of examples.
         batches: Number of batches.
-        gpu: GPU to forecast the time for; by default, the time is measured on this machine.
+        gpu: GPU for which the time is forecast. By default, the time is measured on this machine.
         keeps_segments: Whether the files of the segments become the files of the bundle, rather than being copied.
 
     Returns:
@@ -263,12 +263,12 @@ def _unmeasured(stream: LayerStream, plan: BlockPlan) -> _Segment:
 def _measured(
     stream: LayerStream, plan: BlockPlan, layer: nn.Module, call: LayerCall, hidden: Tensor, size: int, passes: int
 ) -> _Segment:
-    """Returns the costs of a layer for a batch of `size` examples, extrapolated from two examples."""
+    """Returns the cost of a layer for a batch of `size` examples, extrapolated from two examples."""
     accumulator = stream.accumulator(plan, {})
     with FlopCounterMode(display=False) as counter:
         saved = saved_bytes(layer, lambda: call.run(layer, hidden.detach().requires_grad_()))
     activations = saved * size // 2 + 4 * hidden.nbytes * size // 2
-    # Measured: memory that earlier layers have freed is fragmented, and takes up to the size of a layer's matrices.
+    # According to measurements, the memory lost to fragmentation is up to the size of a layer's matrices.
     fragments = sum(block.bytes for block in accumulator.forecasts(CodecChain()))
     positions = hidden.numel() // hidden.shape[-1] * size // 2
     return _Segment(
@@ -290,7 +290,7 @@ def _seconds(
     batch: ModelInput,
     passes: int,
 ) -> float:
-    """Measures the time of two forward passes and the backward passes of a layer, for one batch."""
+    """Measures the time of two forward passes and all backward passes of a layer for one batch."""
     parameters = {name: dict(layer.named_parameters())[name.removeprefix(p)] for p, name in _own_names(stream, plan)}
     accumulator = stream.accumulator(plan, parameters)
     examples = batch_size_of(batch) or 1
@@ -303,14 +303,14 @@ def _seconds(
 
 
 def _own_names(stream: LayerStream, plan: BlockPlan) -> list[tuple[str, str]]:
-    """Returns the covered parameters of a layer, each with the prefix of the layer."""
+    """Returns the names of the parameters in a plan, each with the prefix of its layer."""
     prefixes = [stream.layers.prefix(index) for index in range(len(stream.layers))]
     names = dict.fromkeys(name for block in plan.blocks for name in block.parameters)
     return [(next(prefix for prefix in prefixes if name.startswith(prefix)), name) for name in names]
 
 
 def _renamed(blocks: Sequence[BlockForecast], old: str, new: str) -> tuple[BlockForecast, ...]:
-    """Returns the blocks of a layer, renamed to those of another layer of the same kind."""
+    """Returns the blocks of a layer, renamed for another layer of the same kind."""
     return tuple(
         replace(
             block,
@@ -322,13 +322,13 @@ def _renamed(blocks: Sequence[BlockForecast], old: str, new: str) -> tuple[Block
 
 
 def _outer_bytes(module: nn.Module, is_outside: Any) -> int:
-    """Returns the total size in bytes of all parameters outside of the layers and of all buffers."""
+    """Returns the total size in bytes of all parameters outside the layers and all buffers."""
     parameters = {id(p): p.nbytes for name, p in module.named_parameters() if is_outside(name)}
     return sum(parameters.values()) + sum(buffer.nbytes for buffer in module.buffers())
 
 
 def _gpu_seconds(gpu: Gpu, stream: LayerStream, segments: Sequence[_Segment], batches: int, passes: int) -> float:
-    """Returns the computing time on a GPU: two forward passes, the backward passes to the inputs, and the sums."""
+    """Returns the computation time on a GPU: two forward passes, the backward passes to the inputs, and the sums."""
     dtype = next(iter(stream.selected.values())).dtype
     speed = EFFICIENCY * (gpu.half if dtype.itemsize == 2 else gpu.single)
     model = sum(segment.flops for segment in segments) * (2 + passes) / speed
@@ -337,6 +337,6 @@ def _gpu_seconds(gpu: Gpu, stream: LayerStream, segments: Sequence[_Segment], ba
 
 
 def _disk_seconds(segments: Sequence[_Segment], outer: int, states: int, passes: int, bundle: int) -> float:
-    """Returns the time to read weights, write and read the stored inputs and gradients, and write the bundle twice."""
+    """Returns the time to read weights, write and read stored inputs and gradients, and write the bundle twice."""
     weights = outer + 3 * sum(segment.weights for segment in segments)
     return (weights + len(segments) * states * (3 + 2 * passes) + 2 * bundle) / DISK_SPEED

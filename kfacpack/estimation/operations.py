@@ -1,16 +1,16 @@
-"""The operations that use parameters, by their name in autograd's graph and the slot of the parameter.
+"""Operations that use parameters, identified by their name in autograd's graph and the slot of the parameter.
 
 The operand is the parameter as it enters the operation, after a transpose or a cast; g is the gradient at the
-operation's output. The P rows are the positions of all N examples of a batch, in the order of the operation.
+operation's output. The P rows are the positions of all N examples in a batch, in the order that the operation uses.
 
-- Parameters that are matrices have a `MatrixOperation`: `linear`, `x @ W`, `W @ x`, `addmm` and `einsum` where it
-  reduces to one of them; convolutions of any number of dimensions, which are products with every patch that the kernel
-  covers; and embedding lookups, which are products with one-hot rows and have a diagonal A.
+- Parameters that are used as matrices have a `MatrixOperation`: `linear`, `x @ W`, `W @ x`, `addmm`, and any `einsum`
+  that reduces to one of them; convolutions with any number of dimensions, which are products with every patch that the
+  kernel covers; and embedding lookups, which are products with one-hot rows and have a diagonal A.
 - Parameters that are added to or multiplied with every position (biases, scales, norms, position tables) have a
   `VectorOperation`.
-- All other uses are a `GenericOperation`: the gradient at the operand is linear in the gradient at the output, so the
-  gradient of one example is obtained by setting the output gradients of all other examples to zero. This is exact, and
-  takes N backward calls of the operation.
+- All other uses have a `GenericOperation`. The gradient at the operand is linear in the gradient at the output, so the
+  gradient for one example is obtained by setting the output gradients of all other examples to zero. This is exact, and
+  calls the backward function of the operation N times.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class MatrixOperation(ABC):
     kind: str
     """Name of the operation in bundles."""
     bias_slot: int | None = None
-    """Index of the input that is a bias, added to every row of the output."""
+    """Index of the input that is added to every row of the output as a bias; None if there is none."""
     operand_is_transposed: bool = False
     """Whether the operand is (in, out) rather than (out, in)."""
     one_hot: bool = False
-    """Whether `inputs` are (P,) indices of one-hot rows. Negative indices are ignored."""
+    """Whether `inputs` returns indices of one-hot rows, (P,). Negative indices are ignored."""
 
     @abstractmethod
     def supports(self, node: Node) -> bool:
-        """Returns whether this call is supported; calls with groups or scaling are not."""
+        """Returns whether this call is supported. Calls with groups or scaling are not."""
 
     @abstractmethod
     def inputs(self, node: Node) -> Tensor:
@@ -69,11 +69,11 @@ class MatrixOperation(ABC):
 
     @abstractmethod
     def identity(self, node: Node) -> Hashable:
-        """Returns a key that is equal for two operations of one graph if and only if they have the same inputs."""
+        """Returns a key that is equal for two operations in one graph if and only if they have the same inputs."""
 
 
 class VectorOperation(ABC):
-    """An operation that yields the per-example gradients at the operand. Its parameter gets a dense or diagonal G."""
+    """An operation with per-example gradients at the operand. Its parameter gets a dense or diagonal G."""
 
     kind: str
     """Name of the operation in bundles."""
@@ -82,16 +82,16 @@ class VectorOperation(ABC):
 
     @abstractmethod
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """Returns the gradient of every example at the operand, (N, size of the operand)."""
+        """Returns the gradient at the operand for every example, (N, size of the operand)."""
 
 
 def memory_identity(tensor: Tensor) -> Hashable:
-    """Returns a key of a tensor's memory; two tensors saved by autograd are the same if their keys are equal."""
+    """Returns a key that identifies a tensor saved by autograd: two such tensors with equal keys are the same."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 class MatmulRight(MatrixOperation):
-    """The product rows @ operand, with the operand (in, out): the operation that executes `linear` and `x @ W`.
+    """The product rows @ operand, with an operand (in, out). torch executes `linear` and `x @ W` as this product.
 
     Args:
         rows: Name under which autograd saves the rows.
@@ -118,12 +118,12 @@ class MatmulRight(MatrixOperation):
         return _as_matrix(g)
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key of the memory of the rows."""
+        """Returns a key that identifies the rows by their memory."""
         return memory_identity(self.inputs(node))
 
 
 class MatmulLeft(MatmulRight):
-    """The product operand @ columns, with the operand (out, in)."""
+    """The product operand @ columns, with an operand (out, in)."""
 
     operand_is_transposed = False
 
@@ -132,18 +132,18 @@ class MatmulLeft(MatmulRight):
         return super().inputs(node).T
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns g transposed."""
+        """Returns the transpose of g."""
         return super().gradients(node, g).T
 
 
 class LinearOperation(MatrixOperation):
-    """`linear` with the operand (out, in), on devices where it is a separate operation."""
+    """`linear` with an operand (out, in), on devices where it is a separate operation."""
 
     kind = "linear"
     bias_slot = 2
 
     def supports(self, node: Node) -> bool:
-        """Returns True: all calls are supported."""
+        """Returns True, because all calls are supported."""
         return True
 
     def inputs(self, node: Node) -> Tensor:
@@ -156,7 +156,7 @@ class LinearOperation(MatrixOperation):
         return g.reshape(-1, g.shape[-1])
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key of the memory of the input."""
+        """Returns a key that identifies the input by its memory."""
         return memory_identity(saved(node, "input"))
 
 
@@ -171,7 +171,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 
 class ConvolutionOperation(MatrixOperation):
-    """A convolution with the operand (out, in / groups, *kernel); a row is a patch, in the order of the kernel."""
+    """A convolution with an operand (out, in / groups, *kernel). Each row is a patch, flattened like the kernel."""
 
     kind = "convolution"
     bias_slot = 2
@@ -191,7 +191,7 @@ class ConvolutionOperation(MatrixOperation):
         return g.movedim(1, -1).reshape(-1, g.shape[1])
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key of the memory of the images and of the geometry."""
+        """Returns a key that identifies the geometry, and the images by their memory."""
         images, *geometry = convolution_arguments(node)
         return memory_identity(images), *geometry
 
@@ -203,13 +203,13 @@ def patches(
 
     Args:
         x: Images, with any number of spatial dimensions.
-        kernel: Size of the kernel, per spatial dimension.
-        stride: Stride, per spatial dimension.
-        padding: Zero padding on both sides, per spatial dimension.
-        dilation: Dilation, per spatial dimension.
+        kernel: Size of the kernel in each spatial dimension.
+        stride: Stride in each spatial dimension.
+        padding: Zero padding on both sides of each spatial dimension.
+        dilation: Dilation in each spatial dimension.
 
     Returns:
-        The patches; positions are in row-major order.
+        The patches, with positions in row-major order.
     """
     x = pad(x, [width for side in reversed(padding) for width in (side, side)])
     for dim, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
@@ -230,18 +230,18 @@ class EmbeddingOperation(MatrixOperation):
         return not embedding_arguments(node).scale_grad_by_freq
 
     def inputs(self, node: Node) -> Tensor:
-        """Returns the index of every row, (P,); -1 for the padding index, whose row gets no gradient."""
+        """Returns the index of every row, (P,); -1 for the padding index, whose embedding gets no gradient."""
         arguments = embedding_arguments(node)
         indices = arguments.indices.reshape(-1)
         return torch.where(indices == arguments.padding_index, -1, indices)
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns g with all leading dimensions flattened. Rows of the padding index are zero."""
+        """Returns g with all leading dimensions flattened. Rows for the padding index are zero."""
         g = g.reshape(-1, g.shape[-1])
         return g * (self.inputs(node) >= 0)[:, None]
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key of the memory of the indices and of the padding index."""
+        """Returns a key that identifies the padding index, and the indices by their memory."""
         arguments = embedding_arguments(node)
         return memory_identity(arguments.indices), arguments.padding_index
 
@@ -267,7 +267,7 @@ class AddOperation(VectorOperation):
 
 
 class ConvolutionBias(VectorOperation):
-    """A bias along the channels, dimension 1 of (N, channels, ...)."""
+    """A bias with one element per channel; the channels are dimension 1 of (N, channels, ...)."""
 
     kind = "add"
 
@@ -277,7 +277,7 @@ class ConvolutionBias(VectorOperation):
 
 
 class MultiplyOperation(VectorOperation):
-    """The product x * operand, element by element.
+    """The elementwise product x * operand.
 
     Args:
         other: Name under which autograd saves x.
@@ -310,7 +310,7 @@ class LayerNormShift(AddOperation):
 
 
 class GenericOperation(VectorOperation):
-    """Any other operation, differentiated for one example at a time.
+    """Any other operation, differentiated separately for each example.
 
     Args:
         kind: Name of the operation in bundles.
@@ -323,7 +323,7 @@ class GenericOperation(VectorOperation):
         self.kind = kind
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """Returns the gradient at the operand for each example, computed separately."""
+        """Returns the gradient at the operand for every example, with one backward call per example."""
         vectors = []
         for example in range(examples):
             masked = torch.zeros_like(g)
@@ -343,7 +343,7 @@ MATRIX_OPERATIONS: dict[tuple[str, int], MatrixOperation] = {
     ("Convolution", 1): ConvolutionOperation(),
     ("Embedding", 0): EmbeddingOperation(),
 }
-"""Matrix operations by their name in autograd's graph and the slot of the parameter."""
+"""Matrix operations by name in autograd's graph and slot of the parameter."""
 VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("Add", 0): AddOperation(),
     ("Add", 1): AddOperation("alpha"),
@@ -357,7 +357,7 @@ VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("NativeLayerNorm", 1): LayerNormScale(),
     ("NativeLayerNorm", 2): LayerNormShift(),
 }
-"""Vector operations by their name in autograd's graph and the slot of the parameter."""
+"""Vector operations by name in autograd's graph and slot of the parameter."""
 OPERATION_KINDS = {"Expand": "token", "Repeat": "token"}
 """Names of generic operations in bundles, if they differ from the lower-case name of the operation."""
 
@@ -366,13 +366,13 @@ _PRODUCTS = frozenset(key for key, operation in MATRIX_OPERATIONS.items() if ope
 
 
 def equivalent_products(key: tuple[str, int]) -> frozenset[tuple[str, int]] | None:
-    """Returns the operations that a product may be executed as, depending on the memory layout of its rows.
+    """Returns the operations that torch may use for a product, depending on the memory layout of the rows.
 
     Args:
         key: Name of the operation and slot of the parameter.
 
     Returns:
-        Keys of the operations; None if `key` is not a product.
+        Keys of the operations; None if `key` does not identify a product.
     """
     return _PRODUCTS if key in _PRODUCTS else None
 
@@ -381,17 +381,18 @@ def matrix_operation_of(step: GraphStep) -> MatrixOperation:
     """Returns the matrix operation of a step that was planned as one.
 
     Raises:
-        KfacpackError: If the operation has groups or scaling that it did not have in the first batch.
+        KfacpackError: If the operation is batched, or has groups or scaling, unlike in the first batch.
     """
     key = last_operation((step,))
     operation = MATRIX_OPERATIONS[key]
     if not operation.supports(step.node):
-        raise KfacpackError(f"{key[0]!r} was a plain product in the first batch, but is now scaled, grouped or batched")
+        problem = f"{key[0]!r} was a plain product in the first batch, but is now scaled, grouped or batched"
+        raise KfacpackError(f"{problem}; a model whose operations depend on its input cannot be estimated")
     return operation
 
 
 def operation_of(step: GraphStep) -> MatrixOperation | VectorOperation:
-    """Returns the operation of a step. Falls back to `GenericOperation` for unknown operations."""
+    """Returns the operation of a step, which is a `GenericOperation` if the operation is unknown."""
     key = last_operation((step,))
     if (matrix_operation := MATRIX_OPERATIONS.get(key)) and matrix_operation.supports(step.node):
         return matrix_operation

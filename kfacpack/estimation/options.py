@@ -1,12 +1,12 @@
-"""Options of an estimate, and the probes that they select.
+"""Options of an estimate, and the probes that the options select.
 
-Probes are random directions s in which f is differentiated: one backward pass each. With the metric `l2`, E[s sᵀ] = I.
-With `kl`, s = Wᵀ (e_y - p), where W is the output layer of a language model, p = softmax(W f) and y is drawn from p, so
-that E[s sᵀ] = Wᵀ (diag p - p pᵀ) W. The probes of an example depend only on the seed and on the index of the example,
-and not on the batch size, the number of processes, or the batch at which an interrupted run was resumed.
+Probes are random directions s in which f is differentiated, with one backward pass per probe. With the metric `l2`,
+E[s sᵀ] = I. With `kl`, s = Wᵀ (e_y - p), where W is the output layer of a language model, p = softmax(W f) and y is
+drawn from p, so that E[s sᵀ] = Wᵀ (diag p - p pᵀ) W. The probes for an example depend only on the seed and on the index
+of the example, not on the batch size, the number of processes, or the batch at which an interrupted run was resumed.
 
-The probes of different rows of f are independent, so one backward pass is sufficient for all rows of an example: the
-expectation of the products between rows is zero. Exact directions are not random, and take one pass per row.
+The probes for different rows of f are independent, so the expected product of two of them is zero, and one backward
+pass is sufficient for all rows of an example. Exact directions are not random, and need one pass per row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RowNumber: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Probes:
-    """Directions in which f is differentiated.
+    """The directions in which f is differentiated.
 
     Raises:
         KfacpackError: If an option has a value that is not supported.
@@ -63,12 +63,12 @@ class Probes:
         if self.kind not in ("orthogonal", "rademacher", "gaussian"):
             raise KfacpackError(f"probe {self.kind!r}: expected 'orthogonal', 'rademacher' or 'gaussian'")
         if not isinstance(self.samples, int) or self.samples < 1:
-            raise KfacpackError(f"samples {self.samples}: expected an integer, at least 1")
+            raise KfacpackError(f"samples {self.samples}: expected an integer of at least 1")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise KfacpackError(f"seed {self.seed}: expected an integer from 0 to 2^64 - 1")
 
     def check(self, width: int) -> None:
-        """Checks the number of probes for an output of this width.
+        """Checks that the number of probes is possible for an output of this width.
 
         Raises:
             KfacpackError: If more orthogonal probes are requested than f has components.
@@ -78,7 +78,7 @@ class Probes:
             raise KfacpackError(f"{problem}. To cover all directions, use fisher 'exact'")
 
     def passes(self, width: int, rows: int = 1) -> int:
-        """Returns the number of backward passes for a batch whose examples have at most `rows` rows."""
+        """Returns the number of backward passes for a batch whose examples have at most `rows` rows of f."""
         return width * rows if self.fisher == "exact" else self.samples
 
     @property
@@ -87,14 +87,14 @@ class Probes:
         return 1 if self.fisher == "exact" else self.samples
 
     def sampling_bytes(self, rows: int) -> int:
-        """Returns the bytes that distributions over the vocabulary take while probes are drawn for `rows` rows of f."""
+        """Returns the memory, in bytes, for distributions over the vocabulary when probes for `rows` rows are drawn."""
         if self.output_layer is None:
             return 0
-        # p in float32, and its sums in float64, which are computed from a copy.
+        # Per element: p in float32, and its cumulative sum in float64, which is computed from a copy.
         return min(rows, ROWS_AT_ONCE) * len(self.output_layer) * 16
 
     def draw(self, numbers: Sequence[RowNumber], f: Tensor) -> Iterator[Tensor]:
-        """Yields the probes of the rows, (P, C), one tensor per pass.
+        """Yields the probes for the rows, (P, C), one tensor per pass.
 
         Args:
             numbers: Indices of the P rows and of their examples.
@@ -123,7 +123,7 @@ class Probes:
         return np.random.Generator(np.random.Philox(key=self.seed, counter=[0, row, 0, example]))
 
     def _of_row(self, number: RowNumber, width: int) -> Tensor:
-        """Returns the probes of one row, (samples, C), in float64."""
+        """Returns the probes for one row, (samples, C), in float64."""
         generator, shape = self._generator(number), (self.samples, width)
         if self.kind == "rademacher":
             return torch.from_numpy(generator.integers(0, 2, shape) * 2.0 - 1.0)
@@ -137,8 +137,8 @@ ROWS_AT_ONCE = 256
 def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterator[Tensor]:
     """Yields Wᵀ (e_y - p) for every sample y ~ p = softmax(W f).
 
-    The distribution functions are summed in float64 on the CPU, in the order of the vocabulary: not every device has
-    float64, and the samples then do not depend on a device's order of summation.
+    The cumulative distributions are computed in float64 on the CPU, in the order of the vocabulary. This is because not
+    every device supports float64, and because the samples must not depend on a device's order of summation.
 
     Args:
         f: Rows, (P, C).
@@ -177,10 +177,10 @@ _FLOAT_TYPES: dict[torch.dtype, FloatType] = {
 
 @dataclass(frozen=True)
 class EstimateOptions:
-    """Options of an estimate, as for `kp.estimate`.
+    """Options of an estimate; see `kp.estimate`.
 
     Raises:
-        KfacpackError: If an option has a value that is not supported, or options contradict each other.
+        KfacpackError: If an option has a value that is not supported, or if options contradict each other.
     """
 
     fisher: Fisher = "mc"
@@ -215,21 +215,21 @@ class EstimateOptions:
 
     @cached_property
     def chain(self) -> CodecChain:
-        """Codecs with which the result is compressed."""
+        """The codecs with which the result is compressed."""
         return CodecChain() if self.compress is None else CodecChain.parse(self.compress)
 
     @property
     def diagonal_blocks(self) -> int:
-        """K of 'block:K': the number of diagonal blocks of each factor that are computed."""
+        """Number of diagonal blocks that are computed for each factor: K in 'block:K', otherwise 1."""
         return self.chain.structure.count if isinstance(self.chain.structure, BlockCodec) else 1
 
     @property
     def scaling(self) -> Scaling:
-        """Scaling of the factors, as in the manifest."""
+        """Scaling of the factors, as recorded in the manifest."""
         return EXPAND if self.sharing == "expand" else REDUCE
 
     def settings(self, dtype: torch.dtype, device: torch.device) -> CollectorSettings:
-        """Returns the settings of the sums for a model with this dtype and device."""
+        """Returns the settings for the sums, given the dtype and device of the model."""
         return CollectorSettings(
             dtype=torch.promote_types(torch.float32, dtype),
             device=torch.device("cpu") if self.offload else device,
@@ -238,7 +238,7 @@ class EstimateOptions:
         )
 
     def manifest(self, dtype: torch.dtype) -> Estimate:
-        """Returns the manifest entry for a model with this dtype."""
+        """Returns the entry in the manifest, given the dtype of the model."""
         sum_dtype = _FLOAT_TYPES[torch.promote_types(torch.float32, dtype)]
         common = {"model_dtype": _FLOAT_TYPES.get(dtype), "accumulation_dtype": sum_dtype}
         if self.fisher == "exact":

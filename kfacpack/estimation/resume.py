@@ -1,4 +1,6 @@
-"""Partial files with the state of interrupted runs. A resumed run gives the same bytes as an uninterrupted one.
+"""Writes and reads partial files, which contain the state of interrupted runs.
+
+A resumed run produces the same bytes as an uninterrupted one.
 
 A layer-by-layer estimate also stores the inputs, arguments and gradients of its layers (`StreamFiles`).
 """
@@ -32,14 +34,14 @@ if TYPE_CHECKING:
 
 
 SAVE_INTERVAL = 30.0
-"""Default number of seconds between two saves. The state is saved at the end of a batch."""
+"""Default number of seconds between two saves. The state is saved only at the end of a batch."""
 
 _MIN_INTERVAL = 20
-"""Minimum interval between two saves, in multiples of the time that a save takes."""
+"""Minimum interval between two saves, as a multiple of the time that a save takes."""
 _KEY = "kfacpack_partial"
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: the user requested the stop
+class Interrupted(Exception):  # noqa: N818 - not an error, because the user requested the stop
     """Raised when a run is stopped on request, after its state has been saved."""
 
 
@@ -47,7 +49,7 @@ class Resumable(Protocol):
     """Work that can be saved and resumed."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Returns all tensors of the state, with their names. They are modified in place when the work is resumed."""
+        """Returns all tensors of the state, as pairs of a name and a tensor. Resuming modifies the tensors in place."""
 
 
 @dataclass
@@ -56,9 +58,9 @@ class PartialFile:
 
     path: Path
     description: str
-    """Description of the work with an article, such as "an estimate"."""
+    """Description of the work in error messages, with an article: "an estimate", for example."""
     request: dict[str, Any]
-    """Settings of the work; a file with other settings is rejected."""
+    """Settings of the work. A file that was saved with other settings is rejected."""
     every: float = SAVE_INTERVAL
     """Seconds between two saves."""
     _last_save: float = field(default_factory=time.monotonic)
@@ -72,8 +74,8 @@ class PartialFile:
         """Saves the work if enough time has passed since the last save.
 
         Args:
-            work: Work whose state is saved.
-            done: Number of batches that are done.
+            work: The work to save.
+            done: Number of completed batches.
             now: Whether to save regardless of the interval.
 
         Raises:
@@ -100,13 +102,13 @@ class PartialFile:
         """Restores the saved tensors.
 
         Args:
-            work: The work, whose tensors are modified in place.
+            work: The work to restore. Its tensors are modified in place.
 
         Returns:
-            The number of batches that are done; 0 if there is no file.
+            The number of completed batches; 0 if there is no file.
 
         Raises:
-            KfacpackError: If the file is damaged, or was saved with other settings.
+            KfacpackError: If the file is damaged or was saved with other settings.
         """
         if not self.path.exists():
             return 0
@@ -120,27 +122,27 @@ class PartialFile:
                         raise KeyError(f"{name!r} does not match the digest that was saved with it")
                     tensor.copy_(saved)
                 return int(metadata["batches"])
-        # The metadata of other or edited files may have any type and shape.
+        # The metadata of other or edited files may have any type and structure.
         except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            problem = f"{self.path}: is damaged, or is not the saved state of {self.description} ({error})"
+            problem = f"{self.path}: the file is damaged, or is not the saved state of {self.description} ({error})"
             raise KfacpackError(f"{problem}. Remove it to start over") from error
 
     def require_absent(self) -> int:
         """Checks that no interrupted work would be overwritten.
 
         Returns:
-            0, the number of batches that are done.
+            0, the number of completed batches.
 
         Raises:
             KfacpackError: If the file exists.
         """
         if self.path.exists():
-            problem = f"{self.path}: exists, because {self.description} was interrupted"
+            problem = f"{self.path}: the file exists because {self.description} was interrupted"
             raise KfacpackError(f"{problem}. Resume it with --resume (resume=True), or remove the file to start over")
         return 0
 
     def remove(self) -> None:
-        """Removes the file, if it exists."""
+        """Removes the file if it exists."""
         self.path.unlink(missing_ok=True)
 
     def _compare(self, saved: dict[str, Any]) -> None:
@@ -153,7 +155,7 @@ class PartialFile:
             if current.get(key) != saved.get(key)
         ]
         if changed:
-            problem = f"{self.path}: was saved with {'; '.join(changed)}"
+            problem = f"{self.path}: the state was saved with {'; '.join(changed)}"
             raise KfacpackError(f"{problem}. Use the same options, or remove the file to start over")
 
 
@@ -162,38 +164,38 @@ def _digest(tensor: Tensor) -> str:
 
 
 def require_unfinished(output: Path) -> None:
-    """Checks that a run to be resumed is not finished.
+    """Checks that a run that should be resumed is not finished.
 
     Raises:
         KfacpackError: If the output exists and there is no partial file beside it.
     """
     partial = output.parent.glob(f"{escape(output.name)}.partial*")
     if output.exists() and not any(path.is_file() for path in partial):
-        problem = "is finished: there is no partial file to resume from"
+        problem = "the run is finished, so there is no partial file to resume from"
         raise KfacpackError(f"{output}: {problem}. Run without --resume to compute it again")
 
 
 @contextmanager
 def output_path(output: str | os.PathLike[str] | None, filename: str, *, resume: bool) -> Iterator[Path]:
-    """Context manager that yields the path of the output file.
+    """Context manager that yields the path of an output file.
 
     Args:
-        output: The path; None for a file in a temporary folder, which is removed on exit.
+        output: Path of the file; None for a file in a temporary folder, which is removed on exit.
         filename: Name of the temporary file.
-        resume: Whether an interrupted run is resumed.
+        resume: Whether to resume an interrupted run.
 
     Yields:
         The path.
 
     Raises:
-        KfacpackError: If a run is resumed without an output, or the output is not a path.
+        KfacpackError: If `resume` is set without an output, or the output is not a path.
     """
     if not isinstance(output, str | os.PathLike | None):
         raise KfacpackError(f"output: expected a path, got {type(output).__name__}")
     if output is not None:
         yield Path(output)
     elif resume:
-        raise KfacpackError("resume=True needs an output: without one, no state is saved")
+        raise KfacpackError("resume=True needs an output, because no state is saved without one")
     else:
         with TemporaryDirectory() as folder:
             yield Path(folder) / filename
@@ -214,8 +216,8 @@ class StreamFiles:
     """The temporary files of a streamed estimate.
 
     Args:
-        folder: Folder of the files.
-        device: Device of the tensors that are read.
+        folder: Folder that contains the files.
+        device: Device to which tensors are loaded.
     """
 
     def __init__(self, folder: Path, device: torch.device):
@@ -223,10 +225,10 @@ class StreamFiles:
         self._device = device
 
     def create_folder(self) -> None:
-        """Creates the folder, if it does not exist.
+        """Creates the folder if it does not exist.
 
         Raises:
-            KfacpackError: If it cannot be created.
+            KfacpackError: If the folder cannot be created.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -235,7 +237,7 @@ class StreamFiles:
             raise KfacpackError(f"{problem}. Choose another folder") from error
 
     def save(self, name: str, tensors: Mapping[str, Tensor], description: object = None) -> None:
-        """Writes tensors, and a description as JSON.
+        """Writes tensors to a file, with a description in JSON.
 
         Raises:
             KfacpackError: If the file cannot be written.
@@ -245,10 +247,10 @@ class StreamFiles:
         try:
             save_file(content, path, {"description": json.dumps(description)})
         except (SafetensorError, OSError) as error:
-            raise KfacpackError(f"{path}: cannot be written: {error}. Free disk space and use --resume") from error
+            raise KfacpackError(f"{path}: cannot be written: {error}. Free disk space, then use --resume") from error
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
-        """Reads the tensors of a file and its description.
+        """Reads the tensors and the description from a file.
 
         Raises:
             KfacpackError: If the file is missing or damaged.
@@ -259,29 +261,29 @@ class StreamFiles:
                 tensors = {key: file.get_tensor(key).to(self._device) for key in file.keys()}  # noqa: SIM118
                 return tensors, json.loads(file.metadata()["description"])
         except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
-            problem = f"{path}: a file of an interrupted estimate is missing or damaged ({error})"
+            problem = f"{path}: a file from an interrupted estimate is missing or damaged ({error})"
             raise KfacpackError(
                 f"{problem}. Remove {self.folder} and the partial file beside it to start over"
             ) from error
 
     def remove(self, pattern: str) -> None:
-        """Removes the files that match a pattern."""
+        """Removes the files whose names match a pattern."""
         for path in self.folder.glob(f"{pattern}.safetensors"):
             path.unlink()
 
 
 class ArgumentEncoder:
-    """Encodes the arguments of layers as JSON. Tensors that several layers receive are stored once."""
+    """Encodes the arguments of layers as JSON. Tensors that several layers receive are stored only once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
 
     def encode(self, value: Any) -> Any:
-        """Returns an argument as JSON values, with names in place of tensors.
+        """Returns an argument as JSON values, with tensors replaced by names.
 
         Raises:
-            KfacpackError: If it is neither a tensor nor a plain value.
+            KfacpackError: If the argument contains anything other than tensors and plain values.
         """
         if isinstance(value, Tensor):
             name = self._names.setdefault(id(value), f"argument-{len(self._names)}")
@@ -298,7 +300,7 @@ class ArgumentEncoder:
 
 
 def decode_arguments(entry: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Decodes arguments that were encoded by `ArgumentEncoder`."""
+    """Decodes arguments that `ArgumentEncoder` has encoded."""
     if "tensor" in entry:
         return tensors[entry["tensor"]]
     if "list" in entry:

@@ -1,12 +1,12 @@
-"""Estimates layer by layer, for models whose factors or weights do not fit into memory.
+"""Estimates curvature layer by layer, for models whose factors or weights do not fit into memory.
 
 A model is divided into segments: its stem, its layers and its head (`kfacpack.models.layer_list`). A forward pass over
 all batches stores the inputs of every layer. A backward pass then goes from the head to the stem: a segment is
 recomputed from its stored inputs, with a graph; its factors are accumulated from the gradients at its output; the
 gradients at its inputs are stored for the segment before it; and its factors are written. At any time, one segment and
-one batch are in memory. The probes, the order of summation and the result are those of an ordinary estimate.
+one batch are in memory. The probes, the order of summation and the result are the same as for an ordinary estimate.
 
-Files are in a folder beside the output. They are kept until the run is complete, so that an interrupted run resumes
+The files are stored in a folder beside the output until the run is complete, so that an interrupted run can be resumed
 at the segment where it stopped.
 """
 
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from kfacpack.models.model import Model
 
 PreparedBatches = Callable[[], Iterable["ModelInput"]]
-"""Returns an iterator over all batches, on the device of the model."""
+"""Function that returns an iterable of all batches, on the device of the model."""
 
 
 @dataclass
 class SegmentPlans:
-    """The blocks of every segment."""
+    """The plans for the blocks of all segments."""
 
     stem: BlockPlan
     layers: list[BlockPlan]
@@ -69,7 +69,7 @@ class SegmentPlans:
     reference: Tensor
     """f of the first example, (C,)."""
     zero_gradients: list[int]
-    """Number of operations at which the gradient is zero, by segment."""
+    """Number of operations with a zero gradient, by segment."""
     bases: list[Base | None]
     """Names and digests of the covered parameters, by segment; None for a segment without blocks."""
 
@@ -91,11 +91,11 @@ class SegmentPlans:
 
 @dataclass
 class _Progress:
-    """The state of a streamed estimate that is not in its other files."""
+    """The part of a streamed estimate's state that is not in its other files."""
 
     batches: int
     shapes: Tensor = field(init=False)
-    """Rows and passes of every batch, (B, 2)."""
+    """Numbers of rows and passes for every batch, (B, 2)."""
     scale: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     """Mean square and variance of f."""
 
@@ -103,7 +103,7 @@ class _Progress:
         self.shapes = torch.zeros(self.batches, 2, dtype=torch.int64)
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Returns all tensors, with their names."""
+        """Returns all tensors of the state, as pairs of a name and a tensor."""
         return [("shapes", self.shapes), ("scale", self.scale)]
 
 
@@ -122,10 +122,10 @@ class LayerStream:
 
     def __post_init__(self) -> None:
         if distributed.world_size() > 1:
-            remedy = "use --shard K/N in each of them, and `kfacpack merge --rule shards`"
-            raise KfacpackError(f"--stream runs in one process, not in {distributed.world_size()}; {remedy}")
+            remedy = "run each process with --shard K/N, then use `kfacpack merge --rule shards`"
+            raise KfacpackError(f"--stream needs one process, found {distributed.world_size()}; {remedy}")
         model = self.model
-        require_metric(model, self.options.metric)  # before the forward pass, which takes long and stores files
+        require_metric(model, self.options.metric)  # before the forward pass, which is slow and stores files
         self.selected = select_parameters(model.module, self.params, model.frozen)
         self.layers = LayerList(model.module, model.forward, self.selected, model.layer_weights)
         self.outer = {name: p for name, p in self.selected.items() if self.layers.is_outside(name)}
@@ -152,12 +152,13 @@ class LayerStream:
         return kinds
 
     def plan(self, batch: ModelInput, *, one_per_kind: bool = False) -> SegmentPlans:
-        """Plans the blocks of every segment from one example of a batch, as an ordinary estimate does.
+        """Plans the blocks of every segment from one example in a batch, like an ordinary estimate.
 
         Args:
             batch: The first batch, on the device of the model.
-            one_per_kind: Whether to plan only one layer of each kind, without the identity of the weights, for
-                forecasts. The plans of other layers contain the names of the first layer of their kind.
+            one_per_kind: Whether to plan only one layer of each kind and skip the digests of the weights, which is
+                sufficient for forecasts. The plans for other layers contain the parameter names of the first layer of
+                their kind.
 
         Raises:
             KfacpackError: If a parameter cannot be estimated, or the model cannot be divided into segments.
@@ -236,7 +237,7 @@ class LayerStream:
         )
 
     def _identity(self, plan: BlockPlan) -> Base | None:
-        """Returns the identity of the parameters of a segment. Its weights must be in memory."""
+        """Returns the names and digests of a plan's parameters, which must be in memory; None if there are none."""
         covered = {name for block in plan.blocks for name in block.parameters}
         return self.model.base(covered) if covered else None
 
@@ -260,14 +261,14 @@ class LayerStream:
 
 
 def _with_segment(best: SegmentPlans, other: SegmentPlans, index: int) -> SegmentPlans:
-    """Returns `best` with the plan of one segment replaced by that of `other`."""
+    """Returns `best` with the plan for one segment replaced by the one in `other`."""
     plans, zeros = best.all, list(best.zero_gradients)
     plans[index], zeros[index] = other.all[index], other.zero_gradients[index]
     return replace(best, stem=plans[0], layers=plans[1:-1], head=plans[-1], zero_gradients=zeros)
 
 
 def _plan_of(trace: Any, parameters: Mapping[str, Tensor], options: EstimateOptions, width: int) -> BlockPlan:
-    """Plans the blocks of one segment, which may have none."""
+    """Plans the blocks of one segment; a segment may have none."""
     if not any(trace.graph.uses(parameter) for parameter in parameters.values()):
         return BlockPlan((), tuple(parameters), width)
     return replace(plan_blocks(trace, parameters, options), width=width)
@@ -275,7 +276,7 @@ def _plan_of(trace: Any, parameters: Mapping[str, Tensor], options: EstimateOpti
 
 @dataclass
 class StreamedEstimate:
-    """A run of a layer-by-layer estimate."""
+    """One run of a layer-by-layer estimate."""
 
     stream: LayerStream
     plans: SegmentPlans
@@ -289,7 +290,7 @@ class StreamedEstimate:
     report: CompressionReport | None = field(default=None, init=False)
 
     def run(self, partial: PartialFile, *, resume: bool) -> Curvature:
-        """Runs all steps that are not done yet, and returns the curvature, which is read from files.
+        """Runs all remaining steps, and returns the curvature, which is read from files.
 
         Raises:
             Interrupted: If `stopped` returned True.
@@ -297,7 +298,7 @@ class StreamedEstimate:
         self._progress = _Progress(len(self.numbers))
         steps = self._steps()
         done = partial.restore(self._progress) if resume else partial.require_absent()
-        self.files.create_folder()  # after the settings were compared, so that a refused run leaves nothing behind
+        self.files.create_folder()  # after the settings are compared, so that a refused run leaves nothing behind
         if not done:
             partial.save(self._progress, 0, now=True)
         self._total = sum(map(len, self.numbers))
@@ -311,7 +312,7 @@ class StreamedEstimate:
         return self._assembled()
 
     def _steps(self) -> list[tuple[Callable[[], None], tuple[str, ...]]]:
-        """Returns all steps in order, each with the patterns of the files that are not needed after it."""
+        """Returns all steps in order, each with patterns for the files that are no longer needed after the step."""
         count, first = len(self.stream.layers), self.plans.first_needed
         steps: list[tuple[Callable[[], None], tuple[str, ...]]] = [(self._stem_forward, ())]
         for index in range(count):
@@ -326,7 +327,7 @@ class StreamedEstimate:
         return steps
 
     def _advance(self, batch: int) -> None:
-        """Reports the progress after a batch, and raises `Interrupted` if a stop was requested."""
+        """Reports progress after a batch, and raises `Interrupted` if a stop was requested."""
         self._units += len(self.numbers[batch])
         self.on_progress(self._units * self._total // self._all_units, self._total)
         if self.stopped():
@@ -345,7 +346,7 @@ class StreamedEstimate:
             self._advance(number)
 
     def _call(self, index: int, batch: int) -> tuple[LayerCall, Tensor | None]:
-        """Reads the arguments of a layer, and the mask of the batch."""
+        """Reads the arguments of a layer and the mask of the batch."""
         tensors, described = self.files.load(f"calls-{batch}")
         args, kwargs = (decode_arguments(entry, tensors) for entry in described[index])
         return LayerCall(args, kwargs), tensors.get("mask")
@@ -355,7 +356,7 @@ class StreamedEstimate:
 
     def _layer_forward(self, index: int) -> None:
         """Stores the outputs of a layer."""
-        # With gradients, because modules such as nn.MultiheadAttention use other kernels without them.
+        # Gradients are enabled because modules such as nn.MultiheadAttention use other kernels without them.
         needs_gradient = index > self.plans.first_needed or bool(self.plans.stem.blocks)
         with self.stream.layer(index) as (layer, _):
             for batch in range(len(self.numbers)):
@@ -381,7 +382,7 @@ class StreamedEstimate:
         self._write(accumulator, count + 1)
 
     def _gradients(self, index: int, batch: int, inputs: Tensor) -> InputGradients | None:
-        """Returns a store for the gradients at the inputs of a layer; None if no earlier segment needs them."""
+        """Returns an object that stores the gradients at a layer's inputs; None if no earlier segment needs them."""
         if index <= self.plans.first_needed and not (index == 0 and self.plans.stem.blocks):
             return None
         return InputGradients(
@@ -444,7 +445,7 @@ class StreamedEstimate:
         return self.files.folder / f"segment-{segment}.kfac"
 
     def segment_paths(self) -> list[Path]:
-        """Returns the bundles of all segments that have blocks."""
+        """Returns the paths of the bundles of all segments that have blocks."""
         return [self._segment_path(index) for index, plan in enumerate(self.plans.all) if plan.blocks]
 
     def _assembled(self) -> Curvature:

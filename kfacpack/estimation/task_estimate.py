@@ -1,7 +1,7 @@
-"""`kp.estimate_task`: the curvature of a model on a sample of a task's examples, in runs that can be resumed.
+"""Implements `kp.estimate_task`: the curvature of a model on a sample of a task's examples, in resumable runs.
 
-`kfacpack estimate` and the stages of a plan use it as well. With n processes, each of them processes every n-th batch,
-and all return the same curvature.
+The command `kfacpack estimate` and the stages of a plan use this module as well. With n processes, each process takes
+every n-th batch, and all return the same curvature.
 """
 
 from __future__ import annotations
@@ -87,25 +87,28 @@ def estimate_task(
         task: A task from `kp.load_task`, or its name.
         examples: Number of examples to sample: a number, a percentage such as `"30%"`, or `"all"`.
         split: The split to sample from.
-        shard: `(k, n)` uses every n-th example, starting at the k-th. The n shards merge into the full estimate.
+        shard: `(k, n)` uses every n-th example, starting at the k-th. The estimates from all n shards can be merged
+            into the full estimate.
         fisher: `"mc"` for random probes, `"exact"` for all directions of f.
         samples: Number of probes per example with `"mc"`.
         probe: Distribution of the probes: `"orthogonal"`, `"rademacher"` or `"gaussian"`.
-        sharing: `"expand"` or `"reduce"`: the KFAC variant for weights that are shared by several positions.
+        sharing: KFAC variant for weights that several positions share: `"expand"` or `"reduce"`.
         structure: `"kronecker"`, or `"diagonal"` for the diagonal of G.
         compress: A codec such as `"block:8+int8"`, applied to the result.
-        params: Names or patterns of the parameters to cover; by default all that the model family does not freeze.
+        params: Names or patterns of the parameters to cover. Defaults to all that the model family does not freeze.
         seed: Seed for the examples and the probes.
         batch_size: Examples per forward pass.
         offload: Whether to accumulate on the CPU, regardless of the model's device.
-        metric: `"l2"` for the squared norm of the change of f, `"kl"` for the divergence of the output distribution of
-            a language model.
+        metric: Measure of a change in f: `"l2"` for its squared norm, or `"kl"` for the Kullback-Leibler divergence of
+            the output distribution of a language model.
         stream: Whether to estimate layer by layer, for a model whose factors do not fit into memory. Inputs and
             gradients of the layers are stored in a folder beside `output`.
         output: File to write. The state of an interrupted run is saved beside it. By default, no file is written.
         resume: Whether to resume an interrupted run with the same `output`.
-        on_progress: Called with the number of examples done by this process and their total.
-        stopped: Called after each batch; once it returns True, the state is saved and `Interrupted` is raised.
+        on_progress: Function that is called with two arguments: how many examples this process has completed, and how
+            many it has in total.
+        stopped: Function that is called after each batch. Once it returns True, the state is saved and `Interrupted` is
+            raised.
 
     Returns:
         The curvature. Its manifest describes the model, the task and the options.
@@ -138,7 +141,7 @@ def estimate_task(
 
 @dataclass
 class TaskEstimate:
-    """An estimate that can be run or forecast."""
+    """An estimate on a task's data, which can be run or forecast."""
 
     model: Model
     task: Task
@@ -150,11 +153,11 @@ class TaskEstimate:
     params: tuple[str, ...] | None = None
     """Names or patterns; None covers all parameters that the model family does not freeze."""
     shard: tuple[int, int] = (1, 1)
-    """Shard (k, n): every n-th example, starting at the k-th."""
+    """Shard (k, n): every n-th example is used, starting at the k-th."""
     stream: bool = False
     """Whether to estimate layer by layer."""
     stream_folder: Path | None = None
-    """Folder of the stored inputs and gradients of layers; None for a folder beside the output."""
+    """Folder for the stored inputs and gradients of layers; None for a folder beside the output."""
     max_shard_size: str | None = None
     """Maximum size of the files of a bundle with an index; a streamed estimate writes one file per segment."""
     report: CompressionReport | None = field(default=None, init=False)
@@ -169,7 +172,7 @@ class TaskEstimate:
 
     @cached_property
     def split(self) -> Split:
-        """The split that the examples are sampled from."""
+        """The split from which the examples are sampled."""
         return self.task.split(self.split_name)
 
     @cached_property
@@ -209,8 +212,10 @@ class TaskEstimate:
             output: File to write. The state is saved beside it at intervals.
             resume: Whether to resume from the saved state.
             every: Seconds between two saves.
-            on_progress: Called with the number of examples done by this process and their total.
-            stopped: Called after each batch; once it returns True, the state is saved and the run ends.
+            on_progress: Function that is called with two arguments: how many examples this process has completed, and
+                how many it has in total.
+            stopped: Function that is called after each batch. Once it returns True, the state is saved and
+                `Interrupted` is raised.
 
         Returns:
             The curvature, the same in every process.
@@ -237,7 +242,7 @@ class TaskEstimate:
                 if stopped():
                     partial.save(accumulator, number, now=True)
                     raise Interrupted
-                # Saved before the sums of all processes are added up in place, because that fails if a process is lost.
+                # Saved before the sums of all processes are added up in place, which fails if a process is lost.
                 partial.save(accumulator, number, now=distributed.world_size() > 1 and number == len(own_batches))
             curvature = finish_curvature(accumulator, self.options, base, self.model.function, self._source())
         if self.options.compress:
@@ -251,7 +256,7 @@ class TaskEstimate:
     def _run_streamed(
         self, output: Path, *, resume: bool, every: float, on_progress: OnProgress, stopped: Callable[[], bool]
     ) -> Curvature:
-        """Estimates layer by layer; the arguments are those of `run`."""
+        """Implements `run` for a layer-by-layer estimate."""
         layers = LayerStream(self.model, self.options, self.params)
         with eval_mode(self.model.module, layers.outer):
             plans = layers.plan(self._batch(self.indices[: self.batch_size], layers.device))
@@ -283,8 +288,8 @@ class TaskEstimate:
         """Forecasts the blocks, size, time and memory of the estimate by running one batch.
 
         Args:
-            gpu: With `stream`, the GPU to forecast the time for; by default the time is measured on this machine.
-            keeps_segments: As for `forecast_stream`.
+            gpu: With `stream`, the GPU for which the time is forecast. By default, it is measured on this machine.
+            keeps_segments: See `forecast_stream`.
         """
         indices = self.indices[: self.batch_size]
         if self.stream:
@@ -328,7 +333,7 @@ class TaskEstimate:
             )
 
     def _prepared(self, own_batches: Sequence[Sequence[int]]) -> Generator[Batch, None, None]:
-        """Yields the prepared batches of the examples with these indices."""
+        """Yields the prepared batches, given the indices of the examples in each."""
         return batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own_batches])
 
     def _batch(self, indices: Iterable[int], device: torch.device | None = None) -> ModelInput:
@@ -337,10 +342,10 @@ class TaskEstimate:
         return batch
 
     def _request(self, planned: Sequence[PlannedBlock], weights: str) -> dict[str, Any]:
-        """Returns the settings that must not change between a saved state and a resumed run.
+        """Returns the settings that must be the same when a saved run is resumed.
 
         Args:
-            planned: Planned blocks of the estimate.
+            planned: The planned blocks of the estimate.
             weights: Digest of the weights.
         """
         model = self.model
@@ -350,7 +355,7 @@ class TaskEstimate:
             "model": f"{model.family} {model.name}",
             "weights": weights,
             **({"stream": True} if self.stream else {}),
-            # The default folder is beside the output, and may be moved with it.
+            # The default folder is beside the output, and the two may be moved together.
             **({"stream_folder": str(self.stream_folder.absolute())} if self.stream_folder else {}),
             "preprocessing": model.preprocessing,
             "task": self.task.name,

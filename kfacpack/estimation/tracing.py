@@ -1,14 +1,14 @@
 """Determines from gradients, not from shapes, which elements of a tensor belong to which example.
 
 Gradients are linear in the seed at f. If one example is passed twice, and the second copy is seeded with twice the
-direction, every element of the second copy's gradient is double that of the first. This shows where the two copies
+direction, every element of the second copy's gradient is twice that of the first. This shows where the two copies
 are: along a dimension of their own, or merged with the positions into one dimension, example by example ("outer":
 n = 0 0 0 1 1 1) or position by position ("inner": n = 0 1 0 1 0 1). If inputs cannot be split into examples, a
 whole batch is differentiated twice, for its first and for its last example: the gradient of one is zero at the elements
 of the other.
 
-Functions on rows, (P, features), group the P positions by example. `kept` is (P,), False at padded positions; None
-keeps all.
+Functions on rows, (P, features), group the P positions by example. `kept` is a mask, (P,), that is False at padded
+positions; None keeps all rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 SYNCHRONOUS_DEVICES = ("cpu",)
-"""Device types on which reading a value from a tensor does not require a synchronisation."""
+"""Device types on which a value can be read from a tensor without synchronisation."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class ExampleLayout:
 
     dim: int
     order: Literal["whole", "outer", "inner"]
-    """Order of the dimension: examples only, or examples merged with positions as the outer or inner index."""
+    """Content of the dimension: examples only, or examples merged with positions as the outer or inner index."""
 
     def by_example(self, tensor: Tensor, examples: int) -> Tensor:
-        """Returns a view with the examples in front: (...) -> (N, ...).
+        """Returns a view whose first dimension is that of the examples: (...) -> (N, ...).
 
-        The positions of a merged dimension stay where the dimension was.
+        The positions in a merged dimension remain in place.
         """
         if self.order == "whole":
             return tensor.movedim(self.dim, 0)
@@ -60,10 +60,10 @@ class ExampleLayout:
         return split.movedim(self.dim if outer else self.dim + 1, 0)
 
     def per_example(self, tensor: Tensor, shape: tuple[int, ...], examples: int) -> Tensor:
-        """Sums, for every example, over the dimensions that a tensor of `shape` was broadcast along.
+        """Sums, for every example, over the dimensions along which a tensor of `shape` was broadcast.
 
         Returns:
-            (N, size of `shape`).
+            The sums, (N, size of `shape`).
         """
         padded = [1] * (tensor.dim() - len(shape)) + list(shape)
         target = padded[: self.dim] + padded[self.dim + 1 :] if self.order == "whole" else padded
@@ -78,7 +78,7 @@ class ExampleLayout:
 
 
 def layout_of_doubled(g: Tensor, noise: float = 0.0) -> ExampleLayout | None:
-    """Returns the layout of the gradient of one example passed twice, with a doubled seed for the second copy.
+    """Returns the layout of a gradient for one example passed twice, with a doubled seed for the second copy.
 
     Args:
         g: Gradient at the output of an operation.
@@ -98,13 +98,13 @@ def layout_of_doubled(g: Tensor, noise: float = 0.0) -> ExampleLayout | None:
 
 
 def layout_of_two(first: Tensor, last: Tensor, examples: int) -> ExampleLayout | None:
-    """Returns the layout of the gradients of a batch's first and last example.
+    """Returns the layout of the gradients for the first and the last example in a batch.
 
-    If f depends on few positions only, several layouts are possible, and the first of them is returned.
+    If f depends on only a few positions, several layouts are possible, and the first of them is returned.
 
     Args:
-        first: Gradient of f at the first example.
-        last: Gradient of f at the last example.
+        first: Gradient for a seed at the first example.
+        last: Gradient for a seed at the last example.
         examples: Number of examples in the batch.
 
     Returns:
@@ -138,16 +138,17 @@ def drops_rows(device: torch.device) -> bool:
     """Returns whether padded and zero rows are dropped on a device.
 
     The number of remaining rows depends on their values, so dropping rows would synchronise with a GPU for every
-    block. There, padded rows are set to zero instead, and products include all rows.
+    block. On a GPU, padded rows are set to zero instead, and products include all rows.
     """
     return device.type in SYNCHRONOUS_DEVICES
 
 
 def kept_rows(mask: Tensor | None, layout: ExampleLayout, gradients: Tensor, examples: int) -> Tensor | None:
-    """Returns which rows of an operation are not padding.
+    """Returns a mask of the rows of an operation that are not padding.
 
-    A mask applies to an operation with the same number of positions if f does not depend on the masked ones. An
-    operation on other positions, such as one of a decoder, may have this number of positions by coincidence.
+    The mask is applied only if the operation has the same number of positions and f does not depend on the masked ones.
+    The second condition is needed because the operation may be on other positions, such as those in a decoder, and
+    have the same number of them by coincidence.
 
     Args:
         mask: Mask, (N, R), False at padded positions; None if there is no mask.
@@ -171,7 +172,7 @@ def by_example(rows: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
     """Groups rows by example: (P, ...) -> (N, R, ...).
 
     Raises:
-        KfacpackError: If the layout has one position per example, and these rows have more.
+        KfacpackError: If the layout has one position per example, but the rows have more.
     """
     if layout.order == "whole" and len(rows) != examples:
         problem = f"an operation had one position per example in the first batch, but now has {len(rows) // examples}"
@@ -197,7 +198,7 @@ def means(rows: Tensor, layout: ExampleLayout, examples: int, kept: Tensor | Non
 
 @dataclass
 class ModelTrace:
-    """The graph of f, and gradients that tell examples apart, at every operation that first uses a parameter."""
+    """The graph of f, and gradients that tell examples apart at every operation that first uses a parameter."""
 
     graph: AutogradGraph
     f: Tensor
@@ -206,25 +207,25 @@ class ModelTrace:
     twice: bool
     """Whether f was computed from one example passed twice, rather than from the whole batch."""
     gradients: Mapping[Node, tuple[Tensor, ...]]
-    """Gradients by operation: one if an example was passed twice, otherwise those of the first and last example."""
+    """Gradients by operation: one if an example was passed twice, otherwise two, for the first and last example."""
     example: int = 0
     """Index in the batch of the example that was passed twice."""
     precision: float = 0.0
-    """Relative rounding error of the parameters; that of f is taken into account as well."""
+    """Relative rounding error of the parameters. The rounding error of f is taken into account as well."""
     zero_gradients: int = 0
-    """Number of operations at which the gradient of this example is zero. Another example may be more informative."""
+    """Number of operations with a zero gradient for this example. Another example may be more informative."""
     input_gradient: Tensor | None = None
     """Gradient at the inputs of a segment, in a trace of a part of a model; None in other traces."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
 
     def layout(self, node: Node) -> ExampleLayout | None:
-        """Returns the layout of an operation's output; None if it does not separate the examples."""
+        """Returns the layout of an operation's output; None if the output does not separate the examples."""
         if node not in self._layouts:
             self._layouts[node] = self.layout_of(self.gradients[node]) if node in self.gradients else None
         return self._layouts[node]
 
     def layout_of(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
-        """Returns the layout of gradients given like values of `self.gradients`; None if examples share elements."""
+        """Returns the layout for one or two gradients, as described at `gradients`; None if examples share elements."""
         if len(gradients) == 1:
             return layout_of_doubled(gradients[0])
         return layout_of_two(gradients[0], gradients[1], self.examples)
@@ -232,8 +233,8 @@ class ModelTrace:
     def layout_of_zero(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
         """Returns any possible layout for gradients that are zero up to rounding; None if they are not.
 
-        This is the case after attention over a single position, for example. If f does not depend on elements, it does
-        not matter which example they belong to.
+        Gradients are zero after attention over a single position, for example. If f does not depend on elements,
+        the example to which they are assigned does not matter.
         """
         if any(gradient.abs().amax() > self._noise for gradient in gradients):
             return None
@@ -251,7 +252,7 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
     """Runs the model on one example of a batch, passed twice, and collects the gradients that tell examples apart.
 
     Args:
-        forward: Function from a batch to f.
+        forward: Function that computes f from a batch.
         batch: The first batch.
         parameters: Parameters to trace, which require gradients.
         example: Index of the example in the batch.
@@ -269,8 +270,8 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
     twice = rows is not None
     counts = rows or rows_per_example(batch) or [1] * len(f)
     if len(counts) < 2:
-        problem = "the first batch has one example, and its first dimension is not that of the examples"
-        raise KfacpackError(f"{problem}; pass at least two examples, so that their layout can be determined")
+        problem = "the first batch has a single example, and cannot be split along the first dimension"
+        raise KfacpackError(f"{problem}; pass at least two examples, so that the layout of examples can be determined")
     return trace_output(
         f, trace_seeds(f, counts, twice=twice), parameters, examples=len(counts), twice=twice, example=example
     )
@@ -310,7 +311,7 @@ def trace_output(
         examples: Number of examples in the output.
         twice: Whether one example was passed twice, rather than a whole batch.
         example: Index in the batch of the example that was passed twice.
-        inputs: Inputs of a segment, a leaf that requires a gradient. A segment need not use any of the parameters.
+        inputs: Inputs of a segment, as a leaf that requires a gradient. A segment need not use any of the parameters.
 
     Returns:
         The trace.
@@ -336,12 +337,12 @@ def trace_output(
 def _forward_twice(
     forward: Forward, batch: ModelInput, example: int, precision: float
 ) -> tuple[Tensor, list[int] | None]:
-    """Returns f of one example passed twice, and the number of rows of each; f of the batch if it cannot be split."""
+    """Returns f for one example passed twice, and the rows per copy; f for the whole batch if it cannot be split."""
     if batch_size_of(batch) is not None:
         try:
             f = call_model(forward, map_tensors(batch, lambda tensor: tensor[[example, example]]))
         except (RuntimeError, ValueError, IndexError):
-            f = None  # invalid input, split along the wrong dimension; other errors recur with the whole batch
+            f = None  # input that was split along a wrong dimension; other errors recur with the whole batch
         rows = (rows_per_example(batch) or [1] * (example + 1))[example]
         if f is not None and len(f) == 2 * rows and same_output(f[:rows], f[rows:], precision):
             return f, [rows, rows]
@@ -355,7 +356,7 @@ def _forward_twice(
 
 
 def rounding_unit(parameters: Mapping[str, Tensor]) -> float:
-    """Returns the largest machine epsilon of the parameters; f may be converted to a more precise dtype."""
+    """Returns the largest machine epsilon of the parameters; that of f may be smaller, if f is converted."""
     return max(
         (torch.finfo(dtype).eps for dtype in {parameter.dtype for parameter in parameters.values()}), default=0.0
     )
@@ -374,7 +375,7 @@ def same_output(output: Tensor, expected: Tensor, precision: float) -> bool:
 
 
 def _gradients_at(f: Tensor, nodes: set[Node], graph: AutogradGraph, seed: Tensor) -> dict[Node, Tensor]:
-    """Returns the gradient at the output of every node."""
+    """Returns the gradient at the output of every node that the backward pass reaches."""
     gradients: dict[Node, Tensor] = {}
 
     def store(node: Node, g: Tensor, running: bool) -> None:

@@ -1,1 +1,1 @@
-"""Evaluation: accuracy, α sweeps, negation, disentanglement, localisation, drift, interference and spectra."""
+"""Evaluation: accuracy, sweeps of α, negation, disentanglement, localisation, drift, interference and spectra."""

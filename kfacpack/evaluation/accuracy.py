@@ -1,4 +1,4 @@
-"""Accuracy of a model with a head, with or without a task vector, on examples of a task."""
+"""Accuracy of a model and a head on examples of a task, with or without a task vector."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class ProgressCounter:
-    """Reports the combined progress of several computations.
+    """A counter that reports the combined progress of several computations.
 
     Args:
-        total: Number of examples that all computations together process.
+        total: Number of examples that all computations process together.
         on_progress: Called with the number of examples done and their total.
     """
 
@@ -41,7 +41,7 @@ class ProgressCounter:
         on_progress(0, total)
 
     def add(self, examples: int) -> None:
-        """Counts further examples as done, and reports the progress."""
+        """Adds to the number of examples done, and reports the progress."""
         self._done += examples
         self._on_progress(self._done, self._total)
 
@@ -64,7 +64,7 @@ class EvaluationSet:
     labels: Sequence[int]
     """Labels of these examples, as indices into the task's classes; zeros for a task without classes."""
     outputs: OutputCache | None = field(default=None, compare=False, repr=False)
-    """Cache of the outputs of linear vectors on these examples, shared by several measurements; None for no cache."""
+    """Cache of model outputs for linear vectors on these examples, shared by several measurements, if any."""
 
     @classmethod
     def of(cls, task: Task, split: str = "test", examples: int | str = "all", seed: int = 0) -> EvaluationSet:
@@ -98,11 +98,11 @@ class Score:
     """Result of an evaluation."""
 
     correct: int
-    """Number of correctly classified examples or, for completions, of correctly predicted tokens."""
+    """Number of correctly classified examples or, for completions, correctly predicted tokens."""
     examples: int
     """Number of examples."""
     tokens: int | None = None
-    """Number of tokens of all completions; None for a task with classes."""
+    """Number of tokens in all completions; None for a task with classes."""
     log_likelihood: float | None = None
     """Log-likelihood of all completions in nats; None for a task with classes."""
 
@@ -118,7 +118,7 @@ class Score:
 
     @property
     def perplexity(self) -> float | None:
-        """Perplexity of the completions per token; None for a task with classes."""
+        """Per-token perplexity of the completions; None for a task with classes."""
         if self.tokens is None or self.log_likelihood is None:
             return None
         return exp(min(-self.log_likelihood / self.tokens, 700.0))
@@ -127,7 +127,7 @@ class Score:
         """Returns the combined score of these examples and other examples of the same task.
 
         Args:
-            other: Score on the other examples; None if there are none.
+            other: Score on the other examples; None if there are no other examples.
         """
         if other is None:
             return self
@@ -158,7 +158,7 @@ def evaluate(
     Args:
         model: A model from `kp.load_model`, or its name.
         task: A task from `kp.load_task`, or its name.
-        head: Head to classify with. Defaults to the vector's head for this task, or else `kp.head_for(model, task)`.
+        head: Head to use. Defaults to the vector's head for this task, or else to `kp.head_for(model, task)`.
         split: Name of the split.
         vector: Task vector to add to the model, if any.
         alpha: Coefficient of the vector.
@@ -171,7 +171,7 @@ def evaluate(
         A `Score` with the number of correct examples, the number of all examples, and the accuracy.
 
     Raises:
-        KfacpackError: If model, head, vector and task are incompatible, or outputs contain NaN or Inf.
+        KfacpackError: If the model, head, vector and task are incompatible, or outputs contain NaN or Inf.
 
     Example:
         >>> kp.evaluate("tiny", "digits", vector=kp.TaskVector.load("digits.safetensors")).accuracy
@@ -191,7 +191,7 @@ def scoring_inputs(
     examples: int | str,
     seed: int,
 ) -> tuple[Model, Head, EvaluationSet]:
-    """Returns the model, the head and the examples that the arguments of `evaluate` select."""
+    """Returns the model, the head and the examples that the arguments select; see `evaluate`."""
     task = resolve_task(task)
     evaluation_set = EvaluationSet.of(task, split, examples, seed)
     model = resolve_model(model)
@@ -199,12 +199,14 @@ def scoring_inputs(
 
 
 def head_of(model: Model, task: Task, vector: TaskVector | None) -> Head:
-    """Returns the vector's head for the task or, if the vector has none, the model's default head."""
+    """Returns the vector's head for the task or, if the vector has no such head, the default head of the model."""
     return vector_head(task, vector) or head_for(model, task)
 
 
 def vector_head(task: Task, vector: TaskVector | None) -> Head | None:
-    """Returns the vector's head for the task, or the common head of the task's class splits; None if there is neither.
+    """Returns the vector's head for the task, or else the common head of the task's class splits.
+
+    Returns None if the vector has neither.
 
     Raises:
         KfacpackError: If the heads of several class splits differ.
@@ -234,7 +236,7 @@ def score(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Score:
-    """Returns the score at one α; see `scores`."""
+    """Returns the score at a single α; see `scores`."""
     return scores(model, head, evaluation_set, vector, (alpha,), batch_size=batch_size, on_progress=on_progress)[0]
 
 
@@ -248,17 +250,17 @@ def scores(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Score]:
-    """Returns the score of the model with α τ for each α, bitwise equal to evaluating each α separately.
+    """Returns the score of the model with α τ for each α, bitwise equal to the score of a separate evaluation.
 
     Args:
         model: The model.
-        head: Head to classify with.
+        head: Head to use.
         evaluation_set: Examples and labels.
         vector: Task vector, or None to evaluate the model itself; `alphas` must then be (1.0,).
         alphas: Coefficients of the vector.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total. Each example counts once for a linear
-            vector, and once per α for others.
+        on_progress: Called with the number of examples done and their total. Each example counts once if the vector is
+            linear, and otherwise once per α.
 
     Raises:
         KfacpackError: If the arguments are incompatible, or outputs contain NaN or Inf.
@@ -302,7 +304,7 @@ def _completion_score(head: CompletionHead, f: Tensor, batch: Batch, examples: i
 def _output_passes(
     model: Model, evaluation_set: EvaluationSet, vector: TaskVector | None, alphas: Sequence[float], batch_size: int
 ) -> list[Iterator[tuple[Sequence[int], list[Tensor]]]]:
-    """Returns the passes over the examples. Each yields the indices and the outputs, each (N, C), of every batch.
+    """Returns the passes over the examples. For every batch, each pass yields indices and a list of outputs, (N, C).
 
     Concatenated over the passes, the outputs are in the order of `alphas`.
     """
@@ -354,7 +356,7 @@ def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
 
 
 class _PreparedBatches:
-    """Batches of an evaluation set for several passes, kept in memory after the first pass if they are small."""
+    """The batches of an evaluation set, which are kept in memory for further passes if they are small enough."""
 
     MAX_BYTES = 512_000_000
 
@@ -364,7 +366,7 @@ class _PreparedBatches:
         self._kept: list[tuple[Sequence[int], Batch]] | None = None
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], Batch]]:
-        """Yields the indices of N examples and their batch."""
+        """Yields the indices of the examples in each batch, and the batch itself."""
         if self._kept is not None:
             yield from self._kept
             return

@@ -1,4 +1,4 @@
-"""Quality of a bundle: a comparison of predicted and measured drift, and the spectra of the bundle's matrices.
+"""Quality of a bundle: comparison of predicted and measured drift, and spectra of the bundle's matrices.
 
 The predicted drift is τᵀ G τ. G is the mean over examples of JᵀJ, so this is an approximation of E ‖J(x) τ‖² that
 neglects the terms between blocks and assumes that each block is a Kronecker product. Comparing single layers, where
@@ -55,12 +55,13 @@ def drift(
         on_progress: Called with the number of examples done and their total.
 
     Returns:
-        `{"pairs": [{"vector", "task", "predicted", "measured"}], "layers": [the same with "block"]}`. Outside the
-        linear regime, pairs are measured as E ‖f(θ0 + τ) − f(θ0)‖²; layers are always measured as E ‖J τ‖².
+        `{"pairs": [{"vector", "task", "predicted", "measured"}], "layers": [the same keys and "block"]}`. Outside the
+        linear regime, the drift of pairs is measured as E ‖f(θ0 + τ) − f(θ0)‖²; that of layers is always measured as
+        E ‖J τ‖².
 
     Raises:
         KfacpackError: If there is no bundle, or a bundle's task has no examples.
-        TaskVectorError: If a bundle is for another model or f, or does not cover the parameters of the vectors.
+        TaskVectorError: If a bundle is for another model or another f, or does not cover the parameters of the vectors.
 
     Example:
         >>> sets = [kp.EvaluationSet.of(kp.load_task("digits"))]
@@ -73,7 +74,7 @@ def drift(
     for task, bundle in bundles.items():
         if task not in tasks:
             problem = f"no examples of {printable(task)}"
-            raise KfacpackError(f"{problem}; they are needed to measure the drift that its bundle predicts")
+            raise KfacpackError(f"{problem}, which are needed to measure the drift that the bundle predicts")
         require_comparable(task, bundle, taus[0])
     examples = {task: len(tasks[task].numbers) for task in bundles}
     layer_counts = {task: min(layer_examples, size) for task, size in examples.items()}
@@ -105,8 +106,8 @@ def predicted_drift(
 ) -> dict[tuple[str, str], dict[str, float]]:
     """Computes τᵀ G τ for every vector and every bundle, block by block.
 
-    At any time, memory holds one block of all vectors and the matrices of that block in one bundle. The factors of a
-    vector are not multiplied out for blocks with Kronecker factors.
+    At any time, only one block of all vectors, and the matrices of that block in one bundle, are in memory. For blocks
+    with Kronecker factors, low-rank changes are not multiplied out.
 
     Args:
         vectors: Task vectors by name. The bundles must cover their parameters.
@@ -114,7 +115,7 @@ def predicted_drift(
         on_progress: Called with the number of blocks done and their total.
 
     Returns:
-        For each pair (name of the vector, name of the bundle), the drift by block, in the order of the bundle's blocks.
+        For each pair (name of the vector, name of the bundle), the drift by block name, in the order of the bundle.
         Blocks without a parameter of the vector are omitted.
     """
     by_join: dict[Join, list[tuple[str, CurvatureBlock]]] = {}
@@ -171,14 +172,14 @@ def _block_change(
         height, width = piece.matrix_shape(shapes[piece.parameter])
         if factors is None and width > 1:
             return gather(vector, join, shapes).cpu(), None
-        if factors is None:  # one column, such as a bias: rank one
+        if factors is None:  # a single column, such as a bias, has rank one
             factors = vector[piece.parameter].reshape(-1, 1), torch.ones(1, 1)
         U, V = (factor.cpu() for factor in factors)
         if piece.rows is not None:
             U = U[piece.rows[0] : piece.rows[1]]
         if piece.view == "transposed":
             U, V = V.T, U.T
-        if (len(U), V.shape[1]) != (height, width):  # a column of a parameter with several dimensions
+        if (len(U), V.shape[1]) != (height, width):  # a parameter with several dimensions as a single column
             return gather(vector, join, shapes).cpu(), None
         top, below = piece.at
         left.append(torch.nn.functional.pad(U, (0, 0, top, join.rows - top - height)))
@@ -187,7 +188,7 @@ def _block_change(
 
 
 def _quadratic(structure: BlockStructure, change: tuple[Tensor, Tensor | None]) -> Tensor:
-    """Computes <ΔW, G ΔW>; with Kronecker factors and ΔW = U V, as Σ weight · tr((Uᵀ B U)(V A Vᵀ)).
+    """Computes <ΔW, G ΔW>. For Kronecker factors and ΔW = U V, this is Σ weight · tr((Uᵀ B U)(V A Vᵀ)).
 
     Args:
         structure: G of the block.
@@ -216,12 +217,12 @@ def measured_drift(
     batch_size: int,
     counter: ProgressCounter,
 ) -> list[float]:
-    """Measures the mean squared change of f by each vector on the examples of one task.
+    """Measures the mean squared change in f that each vector causes on the examples of one task.
 
     Args:
         model: The base model.
         evaluation_set: The examples.
-        vectors: Vectors of one base model and one regime; see `require_compatible_vectors`.
+        vectors: Vectors with the same base model and regime; see `require_compatible_vectors`.
         batch_size: Examples per forward pass.
         counter: Progress counter; each example is counted `passes_needed` times.
 
@@ -260,7 +261,7 @@ def _measure_layers(
         counter: Progress counter; each example is counted once per vector and block.
 
     Returns:
-        The means by vector, task and parameters of the block.
+        The means by vector name, task and the block's join.
     """
     prepared: dict[str, list[Batch]] = {}
     tasks_of: dict[Join, tuple[str, ...]] = {}
@@ -295,7 +296,7 @@ def _measure_layers(
 
 
 def _joined(prepared: Mapping[str, Sequence[Batch]], batch_size: int) -> list[tuple[Batch, list[tuple[str, int]]]]:
-    """Joins the batches of several tasks if they are tensors of the same shape and fit into one batch.
+    """Joins consecutive batches of several tasks if they are tensors with the same example shape and fit into a batch.
 
     Args:
         prepared: Batches by task.
@@ -342,20 +343,22 @@ def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None
         vector: The vector, or one of several vectors with the same base model and parameters.
 
     Raises:
-        TaskVectorError: If the bundle is for another model or f, or does not cover the parameters of the vector.
+        TaskVectorError: If the bundle is for another model or another f, or does not cover the parameters of the
+            vector.
     """
     about, name = bundle.about, printable(task)
     if difference := function_difference(about.function, vector.about.function):
-        raise TaskVectorError(f"the bundle of {name} and the vectors belong to different f: {difference}")
+        raise TaskVectorError(f"the bundle of {name} and the vectors are for different functions f: {difference}")
     covered = {parameter.name: parameter for parameter in about.base.parameters}
     for parameter in vector.about.base.parameters:
         if parameter.name not in covered:
             problem = f"the vectors change {parameter.name!r}, which the bundle of {name} does not cover"
             remedy = (
-                "Estimate a bundle that covers it with --params (params=...). If f does not depend on it, like the "
-                "text tower of a CLIP model, remove its tensors from the checkpoint or adapter and extract it again"
+                "Estimate a bundle that covers it with --params (params=...). If f does not depend on the parameter, "
+                "for example in the text tower of a CLIP model, remove it from the checkpoint or adapter and extract "
+                "the vector again"
             )
-            raise TaskVectorError(f"{problem}, so it cannot predict their drift. {remedy}")
+            raise TaskVectorError(f"{problem}, so this bundle cannot predict their drift. {remedy}")
         if covered[parameter.name] != parameter:
             models = f"{about.base.name} and {vector.about.base.name}"
             problem = f"have different base models ({models}): the parameter {parameter.name!r} differs"
@@ -370,16 +373,17 @@ def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, tota
     """Computes the eigenvalues of each matrix of each block.
 
     At most `MAX_EIGENVALUES` eigenvalues of each matrix are listed, in descending order, at ranks that are evenly
-    spaced on a logarithmic scale. If a block is a sum of several terms, each term has its own matrices.
+    spaced on a logarithmic scale. If a block is a sum of several terms, the matrices of each term are listed
+    separately.
 
     Args:
         curvature: The curvature.
-        on_progress: Called with the number of matrices done and their total; a matrix that several blocks share counts
+        on_progress: Called with the number of matrices done and their total. A matrix that several blocks share counts
             once.
 
     Returns:
-        `{"blocks": [{"name", "side", "size", "trace", "effective_rank", "eigenvalues", "ranks"}]}`, where `side` is
-        "A", "B" or "G", and ranks count from 1.
+        `{"blocks": [{"name", "side", "size", "trace", "effective_rank", "eigenvalues", "ranks"}]}`, where "side" is
+        the matrix, "A", "B" or "G", and ranks count from 1.
 
     Example:
         >>> for block in kp.spectra(kp.load("digits.kfac"))["blocks"]:
@@ -403,8 +407,8 @@ def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, tota
 def effective_rank(values: Tensor) -> float:
     """Returns the exponential of the entropy of the normalised eigenvalues (Roy and Vetterli).
 
-    It is n for n equal eigenvalues, and 1 if only one is nonzero. Negative eigenvalues, which result from rounding or
-    pruning, count as zero.
+    The effective rank is n for n equal eigenvalues, and 1 if only one eigenvalue is nonzero. Negative eigenvalues,
+    which result from rounding or pruning, count as zero.
     """
     positive = values[values > 0].cpu().double()
     if not len(positive):
@@ -414,7 +418,7 @@ def effective_rank(values: Tensor) -> float:
 
 
 def _describe_spectrum(values: Tensor) -> dict[str, Any]:
-    """Summarises eigenvalues of shape (n,), which are in descending order."""
+    """Returns a summary of eigenvalues, (n,), which must be in descending order."""
     ranks = np.unique(np.geomspace(1, len(values), MAX_EIGENVALUES).round().astype(int))
     return {
         "size": len(values),

@@ -4,11 +4,11 @@ The disentanglement error of two tasks is computed over a grid of coefficients:
 
     ξ(α1, α2) = Σ_t E_t [ pred(θ0 + α_t τ_t) ≠ pred(θ0 + α1 τ1 + α2 τ2) ]
 
-It ranges from 0, where adding the other vector changes no prediction, to 2.
+The error ranges from 0, where adding the other vector changes no prediction, to 2.
 
 Localisation is measured by ‖J(x) τ_t‖² per example. If the values on the vector's own task and on other tasks do not
 overlap, they identify the task of an example. The AUROC is the probability that an example of the vector's own task has
-a larger value than one of another task; a tie counts one half.
+a larger value than an example of another task, where a tie counts as one half.
 
 Notation: N is the number of examples, K the number of classes, C the width of f.
 """
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
     AlphaPair = tuple[float, float]
-    """Coefficients of the first and of the second vector."""
-    from kfacpack.evaluation.accuracy import EvaluationSet
+    """Coefficients of the first and the second vector."""
 
 
 def disentanglement(
@@ -58,14 +57,14 @@ def disentanglement(
 ) -> dict[str, Any]:
     """Computes the disentanglement error of two vectors over a grid of coefficients.
 
-    In the linear regime, each example is processed once for the whole grid; in other regimes, and for answers of
-    several tokens, once per pair of coefficients.
+    In the linear regime, each example is processed once for the whole grid. In other regimes, and for answers of
+    several tokens, it is processed once per pair of coefficients.
 
     Args:
         model: The base model.
-        evaluation_sets: Examples of the first vector's task, and of the second vector's task.
-        vectors: Two vectors of one base model and one regime.
-        alphas: Coefficients of both axes of the grid.
+        evaluation_sets: Examples of the first vector's task, and examples of the second vector's task.
+        vectors: Two vectors with the same base model and regime.
+        alphas: Coefficients along both axes of the grid.
         heads: Heads by task name. Defaults to the vector's head for its task, or else to `kp.head_for(model, task)`.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total.
@@ -75,7 +74,7 @@ def disentanglement(
         for A, its columns to those for B.
 
     Raises:
-        KfacpackError: If vectors, tasks and heads are incompatible, or `alphas` is empty or not finite.
+        KfacpackError: If the vectors, tasks and heads are incompatible, or `alphas` is empty or not finite.
 
     Example:
         >>> sets = tuple(kp.EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist"))
@@ -92,7 +91,7 @@ def disentanglement(
         for evaluation_set, vector in zip(evaluation_sets, vectors, strict=True)
     )
     grid = _ErrorGrid(model, tasks, vectors, alphas, batch_size, on_progress)
-    # Likelihoods of answers with several tokens are not linear in f, and so not in the coefficients.
+    # Likelihoods of answers with several tokens are linear neither in f nor in the coefficients.
     affine = all(type(head) is Head for _, head in tasks)
     errors = grid.linear_errors() if vectors[0].is_linear and affine else grid.nonlinear_errors()
     sizes = [len(evaluation_set.numbers) for evaluation_set in evaluation_sets]
@@ -107,9 +106,9 @@ def disentanglement(
 
 @dataclass(frozen=True)
 class _ErrorGrid:
-    """Counts, per task and pair of coefficients, the examples whose prediction the other vector changes.
+    """Number of examples whose prediction the other vector changes, for each task and pair of coefficients.
 
-    Both methods return one tensor per task, (alphas, alphas).
+    Both methods return one tensor of counts per task, (alphas, alphas).
     """
 
     model: Model
@@ -120,7 +119,7 @@ class _ErrorGrid:
     on_progress: OnProgress
 
     def linear_errors(self) -> list[Tensor]:
-        """Computes the predictions of the whole grid from f, J τ1 and J τ2."""
+        """Computes the predictions for the whole grid from f, J τ1 and J τ2."""
         examples = sum(len(evaluation_set.numbers) for evaluation_set, _ in self.tasks)
         counter = ProgressCounter(examples, self.on_progress)
         grid = torch.tensor(self.alphas, dtype=torch.float64)
@@ -129,7 +128,7 @@ class _ErrorGrid:
             changed = torch.zeros(len(grid), len(grid), dtype=torch.int64)
             weight, bias = head.weight.cpu().double(), head.bias.cpu().double()
             for f, changes in output_changes(self.model, evaluation_set, self.vectors, self.batch_size, counter):
-                # The head is affine, so the logits are linear in the coefficients, as f is.
+                # The head is affine, so the logits are affine in the coefficients, like f.
                 start = f.cpu().double() @ weight.T + bias
                 first, second = changes.cpu().double() @ weight.T
                 columns = grid[:, None, None] * second
@@ -189,19 +188,21 @@ def localisation(
 
     Args:
         model: The base model.
-        evaluation_sets: Examples of each vector's task and, optionally, of further tasks. Examples of other
-            tasks are off-task for a vector.
+        evaluation_sets: Examples of each vector's task and, optionally, of further tasks. All examples of other tasks
+            are off-task for a vector.
         vectors: Task vectors by task name.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total.
 
     Returns:
-        `{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc"}`, where the outer AUROC is the mean
-        over the vectors, and S describes squared changes: `{"examples", "mean", "quantiles"}`, with quantiles at 5, 25,
-        50, 75 and 95 %. Outside the linear regime, changes are f(θ0 + τ) − f(θ0) instead of J τ.
+        `{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc"}`, where T and U are task names, the
+        outer AUROC is the mean over the vectors, and S summarises squared changes: `{"examples", "mean", "quantiles"}`,
+        with quantiles at 5, 25, 50, 75 and 95 %. Outside the linear regime, the changes are f(θ0 + τ) − f(θ0) instead
+        of J τ.
 
     Raises:
-        KfacpackError: If a vector's task has no examples, there are fewer than two tasks, or vectors are incompatible.
+        KfacpackError: If a vector's task has no examples, there are fewer than two tasks, or the vectors are
+            incompatible.
 
     Example:
         >>> sets = [kp.EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist")]
@@ -210,10 +211,10 @@ def localisation(
     tasks, taus = by_task_name(evaluation_sets), list(vectors.values())
     require_compatible_vectors(taus)
     if missing := [name for name in vectors if name not in tasks]:
-        raise KfacpackError(f"no examples of {printable(missing[0])}; expected examples of the tasks of all vectors")
+        raise KfacpackError(f"no examples of {printable(missing[0])}; expected examples of every vector's task")
     if len(tasks) < 2:
         only = printable(next(iter(tasks)))
-        raise KfacpackError(f"got examples of {only} only; examples of another task are needed")
+        raise KfacpackError(f"got examples of {only} only; expected examples of at least one other task")
     examples = sum(len(evaluation_set.numbers) for evaluation_set in evaluation_sets)
     counter = ProgressCounter(passes_needed(taus) * examples, on_progress)
     sizes_by_task = {
@@ -240,7 +241,7 @@ def _squared_changes(
     batch_size: int,
     counter: ProgressCounter,
 ) -> Tensor:
-    """Returns the squared norm of the change of f by each vector for each example, (V, N), float64 on the CPU."""
+    """Returns the squared norm of the change in f for each vector and example, (V, N), in float64 on the CPU."""
     changes = output_changes(model, evaluation_set, vectors, batch_size, counter)
     return torch.cat([change.cpu().double().square().sum(-1) for _, change in changes], dim=1)
 

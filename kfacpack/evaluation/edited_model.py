@@ -1,7 +1,7 @@
-"""Forward passes of a model with task vectors, and the resulting changes of its outputs.
+"""Forward passes of a model with task vectors, and the resulting changes in its outputs.
 
-A vector of the linear regime is evaluated as f + α J τ, as it was trained; others are added to the weights. The change
-of f is J τ in the linear regime, and f(θ0 + τ) − f(θ0) in the others.
+A vector trained in the linear regime is evaluated as f + α J τ, as in training. Other vectors are added to the weights.
+The change in f is J τ in the linear regime, and f(θ0 + τ) − f(θ0) in other regimes.
 
 Notation: N is the number of examples, V the number of vectors, C the width of f.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def edited_model(model: Model, vector: TaskVector | None, alpha: float = 1.0) -> Iterator[BatchForward]:
-    """Context manager that yields f of the model with α τ; the model is restored afterwards.
+    """Context manager that yields the function that computes f with α τ, and restores the model afterwards.
 
     Args:
         model: The model.
@@ -58,7 +58,7 @@ def forward_passes(
 ) -> list[AbstractContextManager[BatchForwards]]:
     """Returns the passes over the data that are needed to compute f with α τ for every α.
 
-    A linear vector needs one pass, which computes f and J τ; others need one pass per α.
+    A linear vector needs one pass, which computes f and J τ. Other vectors need one pass per α.
 
     Returns:
         Context managers that yield functions from a batch to a list of outputs. Concatenated over the passes, the
@@ -79,7 +79,7 @@ def device_of(model: Model) -> torch.device:
 @contextmanager
 def _linearized(model: Model, vector: TaskVector, alphas: Sequence[float]) -> Iterator[BatchForwards]:
     vector.check(model.module, model.function)
-    # J is applied to the unscaled vector, so that 0.3 τ at α = 1 is bitwise equal to τ at α = 0.3.
+    # J is applied to the unscaled vector, so that the results for 0.3 τ at α = 1 and τ at α = 0.3 are bitwise equal.
     factor, direction = vector.as_multiple()
     linearized, (tau,) = _linearized_along(model, [direction])
     yield lambda batch: multiples(*_f_and_change(linearized, batch, tau), factor, alphas)
@@ -91,14 +91,14 @@ def multiples(f: Tensor, change: Tensor, factor: float, alphas: Sequence[float])
     Args:
         f: Output of the unedited model, (N, C).
         change: J τ, (N, C).
-        factor: Coefficient of τ in the vector; see `TaskVector.as_multiple`.
+        factor: Factor by which the vector is a multiple of τ; see `TaskVector.as_multiple`.
         alphas: Coefficients of the vector.
     """
     return [f + (alpha * factor) * change for alpha in alphas]
 
 
 def _f_and_change(linearized: Linearized, batch: Batch, tau: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns f and J τ, (N, C), in at least float32."""
+    """Returns f and J τ, each (N, C), in at least float32."""
     f, change = map(at_least_float32, linearized.outputs(batch, tau))
     if not bool(change.isfinite().all()):
         raise NotFiniteError("J τ contains NaN or Inf")
@@ -106,17 +106,17 @@ def _f_and_change(linearized: Linearized, batch: Batch, tau: Mapping[str, Tensor
 
 
 class OutputCache:
-    """Cache of f and J τ of linear vectors on one evaluation set, shared by several measurements.
+    """A cache of f and J τ for linear vectors on one evaluation set, shared by several measurements.
 
     When the cache is full, the least recently used results are discarded.
 
     Args:
-        max_bytes: Maximum size of all results in bytes.
+        max_bytes: Maximum total size of the results in bytes.
     """
 
     def __init__(self, max_bytes: int = 64_000_000):
         self.max_bytes = max_bytes
-        """Maximum size of all results in bytes."""
+        """Maximum total size of the results in bytes."""
         self._results: OrderedDict[Hashable, Sequence[FAndChange]] = OrderedDict()
 
     def get(self, key: Hashable) -> Sequence[FAndChange] | None:
@@ -138,14 +138,14 @@ class OutputCache:
 def linear_outputs(
     model: Model, evaluation_set: EvaluationSet, directions: Sequence[TaskVector], batch_size: int
 ) -> Iterator[tuple[Sequence[int], Tensor, list[Tensor]]]:
-    """Yields, for each batch, the indices of its examples, f, (N, C), and J τ of each vector, (N, C).
+    """Yields, for each batch, the indices of its examples, f, (N, C), and a list with J τ of each vector, (N, C).
 
-    Results are read from the cache of the evaluation set and stored in it, if it has one.
+    If the evaluation set has a cache, results are read from it and stored in it.
 
     Args:
         model: The model.
         evaluation_set: The examples.
-        directions: Vectors of the linear regime with the same base model.
+        directions: Linear vectors with the same base model.
         batch_size: Examples per forward pass.
     """
     directions[0].check(model.module, model.function)  # the others have the same base model
@@ -202,12 +202,12 @@ def output_changes(
     batch_size: int,
     counter: ProgressCounter,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields f of the unedited model, (N, C), and its change by each vector, (V, N, C), for groups of examples.
+    """Yields f of the unedited model, (N, C), and the change that each vector causes, (V, N, C), in groups of examples.
 
     Args:
         model: The model.
         evaluation_set: The examples.
-        vectors: Vectors of one base model and one regime; see `require_compatible_vectors`.
+        vectors: Vectors with the same base model and regime; see `require_compatible_vectors`.
         batch_size: Examples per forward pass.
         counter: Progress counter; each example is counted `passes_needed` times.
     """
@@ -226,7 +226,7 @@ def output_changes(
 
 
 def passes_needed(vectors: Sequence[TaskVector]) -> int:
-    """Returns the number of passes of `output_changes` over the examples.
+    """Returns the number of passes over the examples in `output_changes`.
 
     In the linear regime, one pass computes f and every J τ. In other regimes, there is one pass for f and one for each
     vector, because adding a vector to the weights takes longer than the forward pass of a batch.
@@ -237,7 +237,7 @@ def passes_needed(vectors: Sequence[TaskVector]) -> int:
 def outputs_of(
     model: Model, evaluation_set: EvaluationSet, forward: BatchForward, batch_size: int, counter: ProgressCounter
 ) -> Iterator[Tensor]:
-    """Yields the outputs of `forward` on the examples, in order, batch by batch."""
+    """Yields the outputs of `forward` on the examples of an evaluation set, batch by batch."""
     split, task = evaluation_set.split, evaluation_set.task.name
     for numbers, f in outputs(model, split, task, evaluation_set.numbers, batch_size, forward):
         yield f
@@ -248,7 +248,7 @@ def require_compatible_vectors(vectors: Sequence[TaskVector]) -> None:
     """Checks that there is at least one vector, and that all have the same base model, parameters, regime and f.
 
     Raises:
-        KfacpackError: If there are no vectors, or they differ; the message describes the difference.
+        KfacpackError: If there are no vectors, or they differ in one of these properties.
     """
     if not vectors:
         raise KfacpackError("nothing to measure: expected at least one task vector, got 0")
@@ -259,7 +259,7 @@ def by_task_name(evaluation_sets: Sequence[EvaluationSet]) -> dict[str, Evaluati
     """Returns the evaluation sets by task name.
 
     Raises:
-        KfacpackError: If two evaluation sets are of the same task.
+        KfacpackError: If two evaluation sets contain examples of the same task.
     """
     by_name = {evaluation_set.task.name: evaluation_set for evaluation_set in evaluation_sets}
     if len(by_name) < len(evaluation_sets):
@@ -271,7 +271,7 @@ def by_task_name(evaluation_sets: Sequence[EvaluationSet]) -> dict[str, Evaluati
 def _linearized_along(
     model: Model, vectors: Sequence[Mapping[str, Tensor]]
 ) -> tuple[Linearized, list[dict[str, Tensor]]]:
-    """Returns the model linearised in the vectors' parameters, and the vectors on its device."""
+    """Returns the model linearised with respect to the vectors' parameters, and the vectors on its device."""
     parameters = select_parameters(model.module, list(vectors[0]))
     taus = [{name: vector[name].to(parameter.device) for name, parameter in parameters.items()} for vector in vectors]
     return Linearized(model.module, model.forward, parameters), taus

@@ -1,15 +1,16 @@
 """Interference: the drift that each task vector causes on other tasks, predicted from bundles alone.
 
 τ_sᵀ G_t τ_s is the drift that vector s is predicted to cause on task t, without data and without the model. G is
-block-diagonal, so this is the sum of the drift q_b of single blocks, as if their changes of f were uncorrelated. Blocks
-that were trained together change f in similar directions; if all were aligned, the drift would be (Σ_b √q_b)². Both
-numbers are returned. For exact q_b the second is an upper bound, by the Cauchy-Schwarz inequality for the products
-between blocks; Kronecker factors may underestimate q_b, so the measured drift can exceed it. Pairs are ranked by the
-second number. With exact blocks, the measured drift was several times the sum of the q_b, so most of it comes from the
-products between blocks; in every seed that was measured, the second number ordered the pairs better (docs/results).
+block-diagonal, so this is the sum of the drifts q_b of single blocks, as if their changes in f were uncorrelated.
+Blocks that were trained together change f in similar directions; if all these changes were aligned, the drift would be
+(Σ_b √q_b)². Both numbers are returned. If the q_b are exact, the second number is an upper bound, by the Cauchy-Schwarz
+inequality for the products between blocks. Kronecker factors may underestimate q_b, so the measured drift can exceed
+the second number. Pairs are ranked by the second number. With exact blocks, the measured drift was several times the
+sum of the q_b, so most of it comes from the products between blocks. In every seed that was measured, the second number
+ordered the pairs better (docs/results).
 
 If examples are given, the measured drift is reported as well. Prediction and measurement are compared by rank, because
-the order of the pairs matters more than their values when a user decides which vectors to merge.
+a user who decides which vectors to merge needs the order of the pairs rather than their values.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class InterferencePair(TypedDict):
     aligned: float
     """(Σ √q)² over the blocks' contributions q: the predicted drift if all blocks change f in the same direction."""
     relative: float | None
-    """Predicted drift divided by that of the same vector on its own task; null without the bundle of that task."""
+    """Predicted drift relative to that of the same vector on its own task; null if the latter is unknown or zero."""
     measured: float | None
-    """Drift measured on examples of the task; null without examples."""
+    """Drift measured on examples of the task; null if there are no examples."""
     blocks: dict[str, float]
     """Contribution of each block to the predicted drift, in the order of the bundle."""
 
@@ -62,21 +63,21 @@ class InterferenceTask(TypedDict):
     tasks: list[str]
     """Tasks that the bundle contains."""
     own: float | None
-    """Predicted drift of the task's own vector; null if it is not one of the vectors, or the bundle is merged."""
+    """Predicted drift for the task's own vector; null if this vector is not given, or the bundle is merged."""
     others: float
-    """Sum of the predicted drift of the vectors of other tasks."""
+    """Sum of the predicted drifts for the vectors of other tasks."""
     relative: float | None
     """`others` divided by `own`; null if `own` is null or zero."""
 
 
 class InterferenceBlock(TypedDict):
-    """The contribution of one block to the interference."""
+    """The contribution of one block to the predicted interference."""
 
     block: str
     predicted: float
     """Predicted drift, summed over all pairs of a vector and another task."""
     share: float
-    """Share of the block in the sum over all blocks."""
+    """Fraction of the sum over all blocks."""
 
 
 class InterferenceResult(TypedDict):
@@ -90,8 +91,10 @@ class InterferenceResult(TypedDict):
     blocks: list[InterferenceBlock]
     """All blocks, in descending order of their contributions."""
     spearman: float | None
-    """Rank correlation of `predicted` and `measured` over the pairs of a vector and another task; null if fewer than
-    three of them were measured."""
+    """Rank correlation of `predicted` and `measured` over the pairs of a vector and another task.
+
+    Null if fewer than three of these pairs were measured.
+    """
     spearman_aligned: float | None
     """Rank correlation of `aligned` and `measured` over the same pairs."""
 
@@ -111,9 +114,9 @@ def interference(
 
     Args:
         vectors: Task vectors by task name.
-        bundles: Curvatures by task name. Merged curvatures are allowed, under any other name.
-        model: The base model; used only to measure the drift.
-        evaluation_sets: Examples of the tasks on which the drift is also measured.
+        bundles: Curvatures by task name. Merged curvatures are allowed under any other name.
+        model: The base model, which is used only to measure the drift.
+        evaluation_sets: Examples of the tasks for which the drift is also measured.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of blocks done and their total, then with the number of examples done and
             their total.
@@ -125,7 +128,7 @@ def interference(
     Raises:
         KfacpackError: If there is no vector or no bundle, or examples are given without a model or without a bundle of
             their task.
-        TaskVectorError: If a bundle is for another model or f, or does not cover the parameters of a vector.
+        TaskVectorError: If a bundle is for another model or another f, or does not cover the parameters of a vector.
 
     Example:
         >>> tasks = ("digits", "mnist")
@@ -165,7 +168,7 @@ def interference(
 
 def _check_types(vectors: object, bundles: object, evaluation_sets: object) -> None:
     for argument, values, kind in (("vectors", vectors, TaskVector), ("bundles", bundles, Curvature)):
-        # A TaskVector is itself a mapping, of tensors by parameter.
+        # A TaskVector is itself a mapping from parameter names to tensors.
         if not isinstance(values, Mapping) or isinstance(values, TaskVector):
             problem = f"expected a dict of {kind.__name__} by task name, got {type(values).__name__}"
             raise KfacpackError(f"interference: {argument}: {problem}")
@@ -183,13 +186,13 @@ def _check_types(vectors: object, bundles: object, evaluation_sets: object) -> N
 
 
 def merged_tasks(bundle: Curvature) -> tuple[str, ...]:
-    """Returns the recorded names of the tasks that a merged bundle contains."""
+    """Returns the recorded names of the tasks in a merged bundle."""
     parents = bundle.about.merge.parents if bundle.about.merge else ()
     return tuple(dict.fromkeys(parent.task for parent in parents if parent.task))
 
 
 def spearman(first: Tensor, second: Tensor) -> float | None:
-    """Returns the rank correlation of two lists of numbers: the correlation of their ranks, with ties averaged.
+    """Returns Spearman's rank correlation of two lists of numbers, with the ranks of ties averaged.
 
     Args:
         first: Numbers, (n,).
@@ -225,7 +228,7 @@ def _check_sets(
     """Returns the evaluation sets by task, after checking that the drift can be measured on them."""
     sets = by_task_name(evaluation_sets)
     if sets and model is None:
-        raise KfacpackError("examples are given, but no model to measure the drift with; pass model=...")
+        raise KfacpackError("examples are given, but there is no model to measure the drift with; pass model=...")
     if unused := [name for name in sets if name not in bundles]:
         problem = f"examples of {printable(unused[0])} are given, but there is no bundle of that name"
         raise KfacpackError(f"{problem}; expected one of: {printable(', '.join(bundles))}")
@@ -253,7 +256,7 @@ def _pairs(
                     "task": task,
                     "own": vector in contained,
                     "predicted": drift,
-                    # Compressed matrices may have negative eigenvalues, so that a contribution may be negative.
+                    # Compressed matrices may have negative eigenvalues, so a contribution may be negative.
                     "aligned": sum(max(part, 0.0) ** 0.5 for part in blocks.values()) ** 2,
                     "relative": drift / own_drift if own_drift else None,
                     "measured": measured.get((vector, task)),
@@ -277,7 +280,7 @@ def _task(name: str, tasks: Sequence[str], pairs: Sequence[InterferencePair]) ->
 
 
 def _blocks(pairs: Sequence[InterferencePair]) -> list[InterferenceBlock]:
-    """Sums the contributions of each block over pairs, and sorts them."""
+    """Returns the contribution of each block, summed over the pairs, in descending order."""
     totals: dict[str, float] = {}
     for pair in pairs:
         for block, value in pair["blocks"].items():

@@ -1,4 +1,4 @@
-"""Accuracy as a function of α, the choice of α on validation data, negation, and the format of evaluation results.
+"""Accuracy as a function of α, selection of α on validation data, negation, and the format of evaluation results.
 
 Negation adds −α τ to forget a task; α is chosen so that a control task keeps most of its accuracy.
 """
@@ -39,11 +39,11 @@ class TaskEvaluation(TypedDict):
     accuracy: float
     """Share of correct predictions."""
     normalized: float | None
-    """Accuracy relative to that of the task's own vector; null if the latter is unknown or zero."""
+    """Accuracy relative to that of the task's own vector alone; null if the latter is unknown or zero."""
     examples: int
     """Number of examples."""
     perplexity: NotRequired[float]
-    """Perplexity per token, for a task with prompts and completions; the accuracy is then that of tokens."""
+    """Per-token perplexity, for tasks with prompts and completions. Their accuracy is also computed per token."""
     head: NotRequired[str]
     """Origin of the classifier: text, words or prototypes."""
 
@@ -87,7 +87,7 @@ class SweepOutput(TypedDict):
 
 
 class ValidationSweep(TypedDict):
-    """Accuracies on the validation split at every α."""
+    """Accuracies on the validation split at every candidate value of α."""
 
     sweep: list[AlphaEvaluation]
 
@@ -116,9 +116,9 @@ def evaluation_result(
 
     Args:
         task_scores: Scores by task name.
-        individual: Accuracy of each task's own vector alone, by task name. If it is unknown or zero, `normalized` is
-            None, and so is the mean of `normalized`.
-        heads: Origin of each head, by task name. It is added to the result of its task as "head".
+        individual: Accuracy of each task's own vector alone, by task name. If an accuracy is unknown or zero,
+            "normalized" is None for this task and in the mean.
+        heads: Origin of each head, by task name, which is added to the results as "head".
 
     Returns:
         `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`. Tasks with
@@ -148,7 +148,7 @@ def evaluation_result(
 
 
 def normalized(accuracy: float, individual: float | None) -> float | None:
-    """Returns an accuracy relative to that of the individual vector; None if the latter is unknown or zero."""
+    """Returns an accuracy relative to that of the task's own vector; None if the latter is unknown or zero."""
     return accuracy / individual if individual else None
 
 
@@ -167,15 +167,15 @@ def sweep(
 ) -> list[Score]:
     """Evaluates a model with α times a task vector, for each α.
 
-    The scores are exactly those of `kp.evaluate` at each α. For a linear vector, f and J τ are computed once, so that
-    a sweep takes as long as one evaluation. In other regimes, each α requires its own pass over the examples.
+    The scores are exactly those of `kp.evaluate` at each α. For a linear vector, f and J τ are computed once, so a
+    sweep takes as long as one evaluation. In other regimes, each α requires a separate pass over the examples.
 
     Args:
         model: A model from `kp.load_model`, or its name.
         task: A task from `kp.load_task`, or its name.
         vector: The task vector.
         alphas: Coefficients of the vector.
-        head: Head to classify with. Defaults to the vector's head for this task, or else `kp.head_for(model, task)`.
+        head: Head to use. Defaults to the vector's head for this task, or else to `kp.head_for(model, task)`.
         split: Name of the split.
         examples: "all", a number, or a percentage of the split such as "30%".
         seed: Seed of the selection of examples.
@@ -186,7 +186,7 @@ def sweep(
         One score per α.
 
     Raises:
-        KfacpackError: If model, head, vector and task are incompatible, or outputs contain NaN or Inf.
+        KfacpackError: If the model, head, vector and task are incompatible, or outputs contain NaN or Inf.
 
     Example:
         >>> vector = kp.TaskVector.load("digits.safetensors")
@@ -204,14 +204,14 @@ def mean(task_scores: Sequence[Score]) -> float:
 def best(alphas: Sequence[float], by_task: Sequence[Sequence[Score]]) -> int:
     """Returns the index of the α with the largest mean accuracy over tasks.
 
-    Ties are resolved in favour of the α nearest to 1, and then of the smaller one.
+    Ties are resolved in favour of the α nearest to 1 and, if two are equally near, the smaller α.
 
     Args:
         alphas: The coefficients.
         by_task: For each task, its score at every α.
     """
     means = [exact_mean([task_scores[k] for task_scores in by_task]) for k in range(len(alphas))]
-    # Compared as decimals: as floats, 0.7 and 1.3 do not have the same distance from 1.
+    # Compare decimals, because 0.7 and 1.3 do not have the same distance from 1 as floats.
     written = [Decimal(repr(float(alpha))) for alpha in alphas]
     return min(range(len(alphas)), key=lambda k: (-means[k], abs(written[k] - 1), written[k]))
 
@@ -238,7 +238,7 @@ class SelectionTask:
     """A task on which α is selected: its head, and its validation and test examples."""
 
     head: Head
-    """Head to classify with."""
+    """Head to use."""
     validation: EvaluationSet
     """Examples on which α is selected."""
     test: EvaluationSet
@@ -252,12 +252,12 @@ class SelectionTask:
 
 @dataclass(frozen=True)
 class AlphaChoice:
-    """The α selected on validation data, with all scores."""
+    """The α selected on validation data, and all scores."""
 
     alpha: float
     """The selected α."""
     alphas: tuple[float, ...]
-    """All candidates."""
+    """All candidate values of α."""
     validation: dict[str, list[Score]]
     """Scores on the validation split at every candidate, by task name."""
     test: dict[str, Score]
@@ -279,14 +279,14 @@ def validation_set(task: Task, examples: int | str = "all", seed: int = 0) -> Ev
 
 
 class SelectionScores:
-    """Computes the scores of several tasks, at all candidates on validation data and at a few values of α on test data.
+    """Scores of several tasks, at all candidate values of α on validation data and at a few values on test data.
 
     Args:
         model: The model.
         tasks: Tasks with their heads and examples.
         vector: The task vector.
         candidates: Values of α to evaluate on validation data.
-        tests: Number of values of α that will be evaluated on test data.
+        tests: Number of values of α to evaluate on test data.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total, over both splits.
     """
@@ -343,7 +343,7 @@ def choose_alpha(
         model: The model.
         tasks: Tasks with their heads and examples.
         vector: The task vector.
-        alphas: Candidates; ties are resolved in favour of the one nearest to 1.
+        alphas: Candidate values. Ties are resolved in favour of the value nearest to 1.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total, over both splits.
 
@@ -391,9 +391,9 @@ class Negation(TypedDict):
     control: str
     """Name of the control task."""
     keep: float
-    """Fraction of its accuracy that the control must keep on the validation split."""
+    """Fraction of its accuracy that the control task must keep on the validation split."""
     tasks: dict[str, TaskNegation]
-    """Accuracies by name of the task to forget."""
+    """Accuracies by the name of the task to forget."""
 
 
 class NegationOutput(TypedDict):
@@ -413,12 +413,12 @@ def negate(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Negation:
-    """Selects α for −α τ on validation data, and reports the accuracies of the targets on test data.
+    """Selects α on validation data such that adding −α τ forgets the targets, and reports accuracies on test data.
 
     Candidates are the values of α at which the control keeps at least the fraction `keep` of its original accuracy.
-    Among them, the α with the smallest mean accuracy of the targets is selected, where accuracies below chance count
-    as chance. Ties are resolved in favour of the smallest α; zero is always a candidate. The test splits are evaluated
-    only at this α and at zero.
+    Zero is always a candidate. The selected candidate has the smallest mean accuracy of the targets, where accuracies
+    below chance count as chance; ties are resolved in favour of the smallest α. The test splits are evaluated only at
+    the selected α and at zero.
 
     Args:
         model: The model.
@@ -431,9 +431,9 @@ def negate(
         on_progress: Called with the number of examples done and their total.
 
     Returns:
-        `{"control": its name, "keep": keep, "tasks": {target: {"alpha", "accuracy", "before", "chance", "removed",
-        "control", "control_before"}}}`. `chance` is 1 / the number of classes; `removed` is the fraction of the margin
-        over chance that was removed, or None if there was no margin.
+        `{"control": name of the control, "keep": keep, "tasks": {target: {"alpha", "accuracy", "before", "chance",
+        "removed", "control", "control_before"}}}`. "chance" is 1 divided by the number of classes. "removed" is the
+        fraction of the margin over chance that was removed, or None if there was no margin.
 
     Raises:
         KfacpackError: If an α is negative, `keep` is out of range, the control is one of the targets, or a task has no
@@ -448,7 +448,7 @@ def negate(
     if control.name in [target.name for target in targets]:
         raise KfacpackError(f"{control.name!r} is a task to forget and cannot be the control; choose another task")
     for task in (*targets, control):
-        require_classes(task.test.task)  # there is no chance level for the accuracy on completions
+        require_classes(task.test.task)  # accuracies on completions have no chance level
     candidates = [0.0, *sorted({float(alpha) for alpha in alphas} - {0.0})]
     task_scores = SelectionScores(model, [*targets, control], -vector, candidates, 2, batch_size, on_progress)
     *target_scores, control_scores = task_scores.validation()
@@ -478,8 +478,8 @@ def choose_negation_alpha(
     Accuracies below chance count as chance, so that α is not increased further at the expense of the control.
 
     Args:
-        targets: For each target, its scores at increasing α, the first at zero.
-        control: Scores of the control at the same α.
+        targets: For each target, its scores at increasing values of α, the first of which is zero.
+        control: Scores of the control at the same values of α.
         keep: Fraction of the control's accuracy to keep.
         classes: Number of classes of each target.
     """

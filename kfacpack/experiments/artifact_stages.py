@@ -1,4 +1,4 @@
-"""Stages that write bundles, compressed and merged bundles, task vectors and their sums."""
+"""Stages that write bundles, compressed bundles, merged bundles, task vectors and merged task vectors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from kfacpack.experiments.stage import (
     command_path,
     model_options,
     optional,
+    params_options,
+    params_setting,
     task_data_option,
     task_options,
 )
@@ -48,23 +50,23 @@ class EstimateStage(BundleStage):
     structure: EstimateStructure
     seed: int
     section: CurvatureSection
-    """Settings of the estimate."""
+    """Settings for the estimate, from the plan or from an arm."""
 
     @property
     def name(self) -> str:
-        """Name of the stage: the file name without key and suffix."""
+        """Name of the stage, used as the start of the file name."""
         return f"{self.task}.{self.variant}"
 
     @property
     def variant(self) -> str:
-        """Structure, seed and the settings that differ from those of the plan, as they appear in file names."""
+        """Structure, seed and settings that differ from those of the plan, as written in file names."""
         usual = self.context.plan.curvature.model_dump()
         others = [f".{key}-{value}" for key, value in self.section.model_dump().items() if value != usual[key]]
         return f"{self.structure}.seed-{self.seed}{''.join(others)}"
 
     @property
     def options(self) -> EstimateOptions:
-        """Options of the estimate."""
+        """Options for the estimate."""
         section = self.section
         compress = section.compress if self.structure == "kronecker" else None
         return EstimateOptions(
@@ -86,24 +88,30 @@ class EstimateStage(BundleStage):
             "data": self.context.data_key(self.task, "train"),
             "examples": section.examples,
             "batch_size": section.batch_size,
+            **params_setting(self.context.plan),
         }
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes and writes the file."""
+        """Computes the output and writes the file."""
         section = self.section
         job = TaskEstimate(
-            self.context.model, self.context.task(self.task), self.options, section.examples, section.batch_size
+            self.context.model,
+            self.context.task(self.task),
+            self.options,
+            section.examples,
+            section.batch_size,
+            params=self.context.plan.model.params,
         )
         job.run(self.path, resume=True, on_progress=monitor.report, stopped=monitor.stopped)
 
     def cost(self) -> float:
-        """Returns the cost relative to one forward pass of one example."""
+        """Returns the approximate cost, in forward passes of one example."""
         section = self.section
         probes = self.context.model.function.width if section.fisher == "exact" else section.samples
         return 8.0 * parse_count(section.examples, self.context.task(self.task).sizes["train"]) * probes
 
     def command(self) -> str:
-        """Returns the command that writes the same file."""
+        """Returns the command that writes the same file as this stage."""
         section, options = self.section, self.options
         return command(
             "estimate",
@@ -113,6 +121,7 @@ class EstimateStage(BundleStage):
             *("--probe", options.probe, "--structure", options.structure, "--batch-size", section.batch_size),
             *optional("--compress", options.compress),
             *optional("--metric", options.metric if options.metric != "l2" else None),
+            *params_options(self.context.plan),
             *("--seed", self.seed, "-o", self.file),
         )
 
@@ -126,12 +135,12 @@ class CompressStage(BundleStage):
 
     bundle: EstimateStage
     codec: str
-    """The codec or, if `is_budget`, a size such as `70MB`."""
+    """The codec or, if `is_budget` is true, a size such as `70MB`."""
     is_budget: bool = False
 
     @property
     def name(self) -> str:
-        """Name of the stage: the file name without key and suffix."""
+        """Name of the stage, used as the start of the file name."""
         return f"{self.bundle.name}.{self.codec}"
 
     @property
@@ -151,38 +160,38 @@ class CompressStage(BundleStage):
 
     @property
     def variant(self) -> str:
-        """The variant of the bundle and the codec, as they appear in file names."""
+        """The variant of the bundle and the codec, as written in file names."""
         return f"{self.bundle.variant}.{self.codec}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The stage of the bundle."""
+        """The stage that writes the bundle."""
         return (self.bundle,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the codec, or the budget."""
+        """Returns the codec or the budget."""
         return {"budget" if self.is_budget else "codec": self.codec}
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes and writes the file."""
+        """Computes the output and writes the file."""
         curvature, report = load(self.bundle.path), monitor.interruptible().report
         spec, budget = (None, self.codec) if self.is_budget else (self.codec, None)
         compressed, _ = compress_with(curvature, choose_codecs(curvature, spec, budget, report), on_progress=report)
         compressed.save(self.path)
 
     def cost(self) -> float:
-        """Returns the cost relative to one forward pass of one example."""
+        """Returns the approximate cost, in forward passes of one example."""
         return 50.0
 
     def command(self) -> str:
-        """Returns the command that writes the same file."""
+        """Returns the command that writes the same file as this stage."""
         codec = ("--budget", self.codec) if self.is_budget else (self.codec,)
         return command("compress", self.bundle.file, *codec, "-o", self.file)
 
 
 @dataclass(frozen=True, eq=False)
 class MergeStage(BundleStage):
-    """Merges the bundles of all tasks but one."""
+    """Merges the bundles of the tasks that an arm protects, usually all tasks except one."""
 
     kind: ClassVar[str] = "merged"
     purpose: ClassVar[str] = "for each task, the curvature of the others in one bundle"
@@ -194,7 +203,7 @@ class MergeStage(BundleStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage: the file name without key and suffix."""
+        """Name of the stage, used as the start of the file name."""
         first = self.bundles[0]
         rank = f"-{self.rank}" if self.rank > 1 else ""
         protected = "" if len(self.bundles) > 1 else f"{first.task}-"
@@ -210,21 +219,21 @@ class MergeStage(BundleStage):
         return {"rule": self.rule, "rank": self.rank}
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes and writes the file."""
+        """Computes the output and writes the file."""
         paths, monitor = [bundle.path for bundle in self.bundles], monitor.interruptible()
         merged = merge_and_report(paths, self.rule, rank=self.rank, on_progress=monitor.report)
         merged.curvature.save(self.path, on_progress=monitor.report)
 
     def cost(self) -> float:
-        """Returns the cost relative to one forward pass of one example."""
+        """Returns the approximate cost, in forward passes of one example."""
         return 50.0 * len(self.bundles)
 
     def error(self) -> float | None:
-        """Returns the error of the merged curvature relative to the exact sum."""
+        """Returns the relative error of the merged curvature; None if it was not measured."""
         return RULES[self.rule](self.rank).error_in(Bundle(self.path).manifest.losses)
 
     def command(self) -> str:
-        """Returns the command that writes the same file."""
+        """Returns the command that writes the same file as this stage."""
         files = [bundle.file for bundle in self.bundles]
         rank = optional("--rank", self.rank, default=1)
         return command("merge", *files, "--rule", self.rule, *rank, "-o", self.file)
@@ -235,7 +244,7 @@ class TaskVectorStage(VectorStage):
     """Base class of stages that write the vector of one task in one arm."""
 
     has_head: ClassVar[bool] = True
-    """Whether the vector contains the head of its task."""
+    """Whether the vector file contains the head of the task."""
 
     task: str
     arm: str
@@ -243,12 +252,12 @@ class TaskVectorStage(VectorStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage: the file name without key and suffix."""
+        """Name of the stage, used as the start of the file name."""
         return f"{self.task}.{self.variant}"
 
     @property
     def variant(self) -> str:
-        """Arm and seed, as they appear in file names."""
+        """Arm and seed, as written in file names."""
         return f"{self.arm}.seed-{self.seed}"
 
     @property
@@ -265,7 +274,7 @@ class TrainStage(TaskVectorStage):
 
     merged: MergeStage | None
     mask: MergeStage | None = None
-    """The bundle that selects the weights of the regime `sparse`."""
+    """The bundle that selects the weights that the regime `sparse` trains."""
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
@@ -278,7 +287,7 @@ class TrainStage(TaskVectorStage):
 
     @property
     def _protected(self) -> tuple[str, ...]:
-        """Tasks whose drift is penalised on their own data."""
+        """Tasks whose drift is penalised with their own data instead of bundles."""
         return self.context.plan.protected(self.arm, self.task) if self._arm.penalty == "data" else ()
 
     def settings(self) -> dict[str, Any]:
@@ -294,6 +303,7 @@ class TrainStage(TaskVectorStage):
             "strength": None if self._arm.penalty == "none" else self._arm.lam,
             "held": {task: self.context.data_key(task, "train") for task in self._protected},
             **({"autocast": True} if uses_autocast(self.context.model) else {}),
+            **params_setting(self.context.plan),
         }
 
     def make(self, monitor: StageProgress) -> None:
@@ -319,6 +329,7 @@ class TrainStage(TaskVectorStage):
             regime=section.regime,
             mask=[self.mask.path] if self.mask else (),
             keep=section.keep,
+            params=context.plan.model.params,
             head=context.head(self.task),
             compile=section.compile,
         )
@@ -329,12 +340,12 @@ class TrainStage(TaskVectorStage):
         trainer.run(self.path, resume=True, on_progress=progress, stopped=monitor.stopped)
 
     def cost(self) -> float:
-        """Returns the cost relative to one forward pass of one example."""
+        """Returns the approximate cost, in forward passes of one example."""
         passes = 5.0 if self._training.regime == "linear" else 3.0
         return passes * self._training.steps * self._training.batch_size * (2 if self._protected else 1)
 
     def command(self) -> str:
-        """Returns the command that writes the same file."""
+        """Returns the command that writes the same file as this stage."""
         section, plan = self._training, self.context.plan
         penalty: tuple[object, ...] = ()
         if self.merged:
@@ -353,6 +364,7 @@ class TrainStage(TaskVectorStage):
             *("--weight-decay", section.weight_decay, *optional("--lr", section.lr), *optional("--clip", section.clip)),
             *(("--mask", self.mask.file) if self.mask else ()),
             *optional("--keep", section.keep),
+            *params_options(plan),
             *penalty,
             *(("--autocast",) if uses_autocast(self.context.model) else ()),
             *(("--compile",) if section.compile else ()),
@@ -384,11 +396,11 @@ class ExtractStage(TaskVectorStage):
             TaskVector.from_checkpoint(context.model, source, task=self.task, on_progress=report).save(self.path)
 
     def cost(self) -> float:
-        """Returns the cost relative to one forward pass of one example."""
+        """Returns the approximate cost, in forward passes of one example."""
         return 20.0
 
     def command(self) -> str:
-        """Returns the command that writes the same file."""
+        """Returns the command that writes the same file as this stage."""
         plan, source = self.context.plan, self._checkpoint
         path = source if is_reference(source) else command_path(plan, source, self.root)
         return command("extract", path, *model_options(plan, self.root), "--task", self.task, "-o", self.file)
@@ -396,10 +408,10 @@ class ExtractStage(TaskVectorStage):
 
 @dataclass(frozen=True, eq=False)
 class AddStage(VectorStage):
-    """Merges the vectors of an arm by one method."""
+    """Merges the vectors of an arm with one merge method."""
 
     kind: ClassVar[str] = "sums"
-    purpose: ClassVar[str] = "the merged vector of each arm and merge method"
+    purpose: ClassVar[str] = "the merged vector for each arm and merge method"
 
     vectors: tuple[TaskVectorStage, ...]
     method: MethodSection
@@ -413,12 +425,12 @@ class AddStage(VectorStage):
 
     @property
     def has_head(self) -> bool:
-        """Whether the vector contains the heads of the tasks."""
+        """Whether the merged vector's file contains the heads of the tasks."""
         return self.vectors[0].has_head
 
     @property
     def name(self) -> str:
-        """Name of the stage: the file name without key and suffix."""
+        """Name of the stage, used as the start of the file name."""
         return f"{self.method.label}.{self.vectors[0].variant}"
 
     @property
@@ -433,7 +445,7 @@ class AddStage(VectorStage):
         return {"method": self.method.name, **({"settings": settings} if settings else {})}
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes and writes the file."""
+        """Computes the output and writes the file."""
         vectors = [TaskVector.load(stage.path) for stage in self.vectors]
         report = monitor.interruptible().report
         bundles = [bundle.path for bundle in self.bundles] or None
@@ -441,11 +453,11 @@ class AddStage(VectorStage):
         total.save(self.path, on_progress=report)
 
     def cost(self) -> float:
-        """Returns the cost relative to one forward pass of one example."""
+        """Returns the approximate cost, in forward passes of one example."""
         return 20.0 * len(self.vectors) + 400.0 * len(self.bundles)
 
     def command(self) -> str:
-        """Returns the command that writes the same file."""
+        """Returns the command that writes the same file as this stage."""
         files = [vector.file for vector in self.vectors]
         bundles = (word for bundle in self.bundles for word in ("--bundle", bundle.file))
         settings = (word for key, value in self.method.settings.items() for word in _setting_option(key, value))
@@ -453,6 +465,6 @@ class AddStage(VectorStage):
 
 
 def _setting_option(key: str, value: object) -> tuple[object, ...]:
-    """Returns the `kfacpack add` option for a setting of a method: a bare flag for true, nothing for false."""
+    """Returns the option of `kfacpack add` for a setting of a merge method: a bare flag for true, nothing for false."""
     flag = f"--{key.replace('_', '-')}"
     return ((flag,) if value else ()) if isinstance(value, bool) else (flag, value)

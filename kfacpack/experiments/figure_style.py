@@ -1,6 +1,6 @@
-"""The style shared by all figures (two colour themes, one font, sizes for narrow screens), and functions to save them.
+"""The common style of all figures (two colour themes, one font, sizes for narrow screens), and functions to save them.
 
-The same figure always gives the same bytes.
+Saving the same figure again gives the same bytes.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ THEMES = {
     ),
 }
 MARKERS = "osD^vPXd"
-"""Markers that distinguish series where colours cannot be seen."""
+"""Markers that distinguish series even if their colours cannot be told apart."""
 
 
 @contextmanager
 def _settings(theme: Theme) -> Iterator[None]:
-    """Applies Matplotlib's defaults, whatever the user's settings are, and then the style of kfacpack."""
+    """Temporarily replaces the user's Matplotlib settings with the defaults and the style of kfacpack."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         # Characters that DejaVu Sans does not contain are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -106,7 +106,7 @@ def _settings(theme: Theme) -> Iterator[None]:
 
 
 def with_themes(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Decorates a drawing function that takes the keyword `theme`, so that it draws with the settings of the theme."""
+    """Decorates a drawing function so that it uses the settings of the theme given by its keyword argument `theme`."""
 
     @functools.wraps(draw)
     def draw_with_theme(*args: P.args, **kwargs: P.kwargs) -> Figure:
@@ -122,7 +122,7 @@ def with_themes(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def theme_of(name: str) -> Theme:
-    """Returns the theme called `name`.
+    """Returns the theme with this name.
 
     Raises:
         KfacpackError: If there is no such theme.
@@ -185,7 +185,7 @@ def shows_on_axis(value: float | None) -> bool:
     return value is not None and math.isfinite(value) and value > 0
 
 
-# The date and version would make the bytes differ between calls.
+# The date would make the bytes differ between calls, and the version between releases of Matplotlib.
 _NO_METADATA: dict[str, dict[str, None]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
 
@@ -197,7 +197,7 @@ def render(figure: Figure, kind: str) -> bytes:
         kind: `"svg"` or `"png"`.
 
     Returns:
-        The content of the file; the same bytes for the same figure.
+        The content of the file. It consists of the same bytes every time.
 
     Raises:
         KfacpackError: If `kind` is not supported.

@@ -1,4 +1,4 @@
-"""The figures of reports. Each function draws plain numbers, as in `results.json`, and returns a Matplotlib figure.
+"""Figures for reports. Each function draws numbers in the format of `results.json` and returns a Matplotlib figure.
 
 Every function takes the keyword `theme`, a name in `kfacpack.experiments.figure_style.THEMES`.
 """
@@ -78,10 +78,10 @@ def sweep(
 
 @with_themes
 def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme: str = "light") -> Figure:
-    """Draws ξ(α₁, α₂), the share of examples on which the pair and the single vector disagree, as a heat map.
+    """Draws the disentanglement error ξ(α₁, α₂) of two vectors as a heat map.
 
-    The smallest ξ at points where neither α is zero is marked; points with α = 0 are excluded because ξ is zero
-    without any vectors.
+    ξ is the share of predictions with both vectors that differ from those with the task's own vector alone, summed over
+    the two tasks. A marker shows the smallest ξ at points where neither α is zero.
 
     Args:
         data: A pair of tasks, the values of α, and ξ. The rows of ξ correspond to the α of the first task, and its
@@ -198,14 +198,14 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     axes.set_ylim(len(vectors) - 0.5, -0.5)
     axes.set_yticks(range(len(vectors)), [shortened(name, 16) for name in vectors])
     axes.grid(False, axis="y")
-    axes.set(xlabel="‖Δf‖², change of f (5, 25, 50, 75, 95 % quantiles)", ylabel="vector")
+    axes.set(xlabel="‖Δf‖², change in f (5, 25, 50, 75, 95 % quantiles)", ylabel="vector")
     legend_below(figure, axes, 2)
     return figure
 
 
 @with_themes
 def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws measured drift (mean ‖Δf‖²) against predicted drift (τᵀGτ), for pairs of vector and task and for layers.
+    """Draws measured drift (mean ‖Δf‖²) against predicted drift (τᵀGτ), for whole vectors and for single layers.
 
     Args:
         data: `{"pairs": […], "layers": […]}`. Each entry has vector, task, predicted and measured drift.
@@ -232,7 +232,7 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         if points:
             x, y = zip(*points, strict=True)
             values += [*x, *y]
-            # Values close to the limits lie on the frame, which would cut their markers in half.
+            # Without clip_on=False, the frame would cut markers at the limits in half.
             mark = axes.plot(x, y, marker, color=colour, markersize=size, alpha=opacity, label=name, clip_on=False)
             mark[0].set_markeredgewidth(0)
     limits = log_limits(values)
@@ -311,9 +311,9 @@ MAX_LABELLED = 6
 
 @with_themes
 def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws the eigenvalues of the factors against their ranks, one line for each side of each block.
+    """Draws the eigenvalues of the factors against their ranks, one line for each factor.
 
-    Up to `MAX_LABELLED` lines are labelled individually; more are coloured by side.
+    Up to `MAX_LABELLED` lines are labelled individually; if there are more, they are coloured by the kind of factor.
 
     Args:
         data: `{"blocks": […]}`. Each entry has name, side, ranks and eigenvalues.
@@ -408,4 +408,4 @@ FIGURES: dict[str, Callable[..., Figure]] = {
     "spectra": spectra,
     "bars": bars,
 }
-"""Drawing functions by the name of the figure."""
+"""Drawing functions by figure name."""

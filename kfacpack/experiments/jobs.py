@@ -1,7 +1,7 @@
 """Distributes the stages of a plan among workers.
 
 A worker keeps the model, the tasks and their heads loaded and computes one stage at a time (`worker.py`). The workers
-of this module are processes on one machine; `ray_cluster.py` implements workers on a Ray cluster.
+in this module are processes on one machine; `ray_cluster.py` implements workers on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class JobsWarning(UserWarning):
 
 
 class StageWorker(ABC):
-    """The scheduler's handle of a worker.
+    """The scheduler's handle to a worker.
 
     Args:
         number: Number of the worker, from 1.
         device: Device of the worker's model.
-        log: File with the output of the worker, or a description of its location.
+        log: File with the output of the worker, or a description of where to find the output.
     """
 
     def __init__(self, number: int, device: str, log: Path | str):
@@ -82,12 +82,12 @@ class StageWorker(ABC):
         return f"worker {self.number}" + ("" if self.device == "cpu" else f" ({self.device})")
 
     def location(self) -> dict[str, Any]:
-        """Returns the fields of an event that identify the worker."""
+        """Returns the event fields that identify the worker."""
         return {"worker": self.number, "device": self.device}
 
     @abstractmethod
     def start(self, stage: Stage) -> None:
-        """Starts the computation of a stage."""
+        """Makes the worker start to compute a stage."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -95,7 +95,7 @@ class StageWorker(ABC):
 
 
 class WorkerPool(ABC):
-    """The workers of a run. As a context manager, it terminates them on exit."""
+    """The workers of a run. Used as a context manager, the pool terminates them on exit."""
 
     attempts: ClassVar[int] = 2
     """Maximum number of times that a stage is started if its workers die."""
@@ -110,7 +110,7 @@ class WorkerPool(ABC):
         """Waits at most `seconds` for messages, and returns them with their workers.
 
         The key `event` of a message is progress, warning, finished, interrupted, failed or lost; the other keys are
-        the arguments of the scheduler's method for this event.
+        the arguments of the scheduler's method that handles this event.
         """
 
     @abstractmethod
@@ -132,8 +132,8 @@ class WorkerPool(ABC):
 class Scheduler:
     """Distributes the pending stages of a run among workers.
 
-    A stage is ready when the files of its inputs exist. Of the ready stages, the one with the longest remaining chain
-    of dependent stages is started first, if possible by a worker that has its task and its inputs in memory.
+    A stage is ready when the files of its inputs exist. Of the ready stages, a free worker starts the one
+    that begins the most expensive chain of dependent stages. Ties go to stages whose inputs the worker has in memory.
     """
 
     stages: Sequence[Stage]
@@ -151,7 +151,7 @@ class Scheduler:
             Interrupted: If `stopped` returned True; the workers have saved their state.
             KfacpackError: If a stage failed, or its worker died repeatedly.
             OSError: If a file could not be written.
-            RuntimeError: If a stage failed because of an error in the program.
+            RuntimeError: If a stage raised any other exception.
         """
         self._pending = {stage.key: stage for stage in self.stages if not stage.done}
         self._priorities = critical_paths(list(self._pending.values()))
@@ -194,9 +194,9 @@ class Scheduler:
             worker.start(stage)
 
     def _choose(self, worker: StageWorker, ready: Sequence[Stage]) -> Stage:
-        """Returns the ready stage with the longest chain of dependent stages.
+        """Returns the ready stage that begins the most expensive chain of dependent stages.
 
-        Ties are resolved in favour of the stage with the most inputs in the worker's memory.
+        Of several such stages, it returns the one with the most inputs in the worker's memory.
         """
 
         def priority(stage: Stage) -> tuple[float, int]:
@@ -221,7 +221,7 @@ class Scheduler:
         if self._stopping:
             location = worker.location()
             self.record.event("interrupted", self._release(worker, Interrupted()), location)
-        # Otherwise the worker itself was terminated. Its exit is reported as `lost`.
+        # Otherwise, the worker itself was terminated, and its exit will be reported as `lost`.
 
     def _on_failed(self, worker: StageWorker, kind: str, text: str, number: int | None, file: str | None) -> None:
         error: Exception
@@ -235,7 +235,7 @@ class Scheduler:
         self._fail(worker, text, error)
 
     def _on_lost(self, worker: StageWorker, reason: str) -> None:
-        """Handles the death of a worker: its stage is tried again."""
+        """Handles the death of a worker by starting its stage again, or by failing after too many attempts."""
         work = f"{worker.stage.kind}/{worker.stage.name}" if worker.stage else f"startup of {worker.where}"
         attempts = self._attempts[work] = self._attempts.get(work, 0) + 1
         if self._stopping:
@@ -243,7 +243,7 @@ class Scheduler:
                 self._release(worker, Interrupted())
         elif attempts == self.pool.attempts:
             remedy = "If memory was exhausted, use fewer processes (--jobs); repeat the command to continue"
-            problem = f"{work}: {worker.where} {reason}, as in {attempts - 1} earlier attempt(s); log: {worker.log}"
+            problem = f"{work}: {worker.where} {reason} (attempt {attempts} of {attempts}); log: {worker.log}"
             self._fail(worker, reason, KfacpackError(f"{problem}. {remedy}"))
         else:
             if worker.stage is not None:
@@ -290,10 +290,10 @@ def _used_by(stage: Stage) -> set[str]:
 
 
 def critical_paths(stages: Sequence[Stage]) -> dict[str, float]:
-    """Returns, by key, the cost of the longest chain of stages that starts with each stage.
+    """Returns the cost of the most expensive chain of stages that begins with each stage, by stage key.
 
     Args:
-        stages: Pending stages, each after its inputs.
+        stages: The pending stages, each after its inputs.
     """
     after: dict[str, float] = {}
     lengths: dict[str, float] = {}
@@ -344,11 +344,11 @@ class ProcessWorker(StageWorker):
         self.send({"stage": stage.key})
 
     def stop(self) -> None:
-        """Sends a request to stop to the process."""
+        """Sends the process a request to stop."""
         self.send({"stop": True})
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message. If the worker has died, the message is lost; `receive` detects the end of its output."""
+        """Sends a message. If the worker has died, the message is lost, and `receive` will report it."""
         assert self.process.stdin is not None
         line = memoryview((json.dumps(message) + "\n").encode())
         try:
@@ -358,7 +358,7 @@ class ProcessWorker(StageWorker):
             pass
 
     def receive(self) -> list[dict[str, Any]]:
-        """Reads the messages that have arrived; the last one is `lost` if the process has ended."""
+        """Returns the messages that have arrived, or the message `lost` if the process has ended."""
         if data := os.read(self.output.fileno(), 1 << 16):
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             return [json.loads(line) for line in lines]
@@ -417,13 +417,13 @@ class ProcessPool(WorkerPool):
             self._start(len(self._workers) + 1)
 
     def replace(self, worker: StageWorker) -> None:
-        """Starts a process with the same number and device."""
+        """Replaces a worker with a new process that has the same number and device."""
         assert isinstance(worker, ProcessWorker)
         self._end(worker)
         self._start(worker.number)
 
     def configure(self, context: RunContext) -> None:
-        """Sends the hashes that were computed by the scheduler, and the number of threads, to all workers."""
+        """Sends all workers the hashes that the scheduler has computed, and the number of threads."""
         self._keys = {**context.shared_keys(), "threads": context.threads}
         (self._root / LOGS).mkdir(exist_ok=True)
         for worker in self._workers:
@@ -456,12 +456,12 @@ class ProcessPool(WorkerPool):
 
 
 def worker_devices(device: torch.device, environment: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
-    """Returns the device names of the workers and the environment variables that select them.
+    """Returns the devices that workers use, each with the environment variables that select it.
 
     Each worker sees only its own GPU, so that no library allocates memory on another GPU.
 
     Args:
-        device: Device of the plan's model; `cuda` without an index stands for all GPUs.
+        device: Device of the plan's model; `cuda` without an index means all GPUs.
         environment: The environment of this process.
     """
     if device.type != "cuda":
@@ -473,9 +473,9 @@ def worker_devices(device: torch.device, environment: Mapping[str, str]) -> list
 
 
 def choose_jobs(context: RunContext, requested: int | None) -> int:
-    """Returns the number of processes: the requested or the default number, but no more than fit into memory.
+    """Returns the number of processes: the requested or default number, limited to those that fit into memory.
 
-    Warns if memory limits the number, or if the threads of all processes exceed the cores.
+    Warns if memory limits the number, or if the processes have more threads in total than there are cores.
 
     Args:
         context: The context of the run.

@@ -1,4 +1,4 @@
-"""Stages that measure accuracies, negation, disentanglement, localisation, drift and spectra."""
+"""Stages that measure accuracy, negation, disentanglement, localisation, drift and spectra."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BaseAccuracyStage(MeasurementStage):
         return f"{self.task}.base"
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the head and the examples, including the training data for prototype heads."""
+        """Returns the settings of the head and the examples, including the training data that prototype heads need."""
         plan = self.context.plan
         return {"what": "base", "head": plan.model.head, **evaluation_settings(self, [self.task], ["test", "train"])}
 
@@ -56,7 +56,7 @@ class BaseAccuracyStage(MeasurementStage):
 
 @dataclass(frozen=True, eq=False)
 class SweepStage(MeasurementStage):
-    """Measures the accuracy of a vector on one task, at every α."""
+    """Measures the accuracy of the model with a vector on one task, at every α."""
 
     kind: ClassVar[str] = "scores"
     purpose: ClassVar[str] = BaseAccuracyStage.purpose
@@ -73,7 +73,7 @@ class SweepStage(MeasurementStage):
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The stage of the vector."""
+        """The stage that writes the vector."""
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
@@ -108,11 +108,11 @@ class SweepStage(MeasurementStage):
         }
 
     def cost(self) -> float:
-        """Returns the cost. A linearised pass counts as three ordinary passes; other regimes need one pass per α."""
+        """Returns the cost: that of three passes for a linearised model, and one pass per α in other regimes."""
         return _passes(self, self.vector.arm, self.alphas) * count_examples(self, self.task, self.split)
 
     def scores(self) -> list[Score]:
-        """Reads the scores, one for every α."""
+        """Reads the scores, one for each α."""
         values = self.read()
         correct, tokens = values["correct"], values.get("tokens")
         likelihoods = values.get("log_likelihood", [None] * len(correct))
@@ -140,16 +140,16 @@ class NegationStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage: the name of the vector's stage."""
+        """Name of the stage, which is the name of the stage that writes the vector."""
         return self.vector.name
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The stage of the vector."""
+        """The stage that writes the vector."""
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the control task, the fraction of its accuracy to keep, the values of α and the examples."""
+        """Returns the settings of the control task, the values of α, the head and the examples."""
         tasks = [self.vector.task, self.control]
         return {
             "control": self.control,
@@ -183,14 +183,14 @@ class NegationStage(MeasurementStage):
         return dict(negation)
 
     def cost(self) -> float:
-        """Returns the cost of evaluating both tasks on both splits."""
+        """Returns the cost of evaluating both tasks on the validation and test splits."""
         tasks = (self.vector.task, self.control)
         examples = sum(count_examples(self, task, split) for task in tasks for split in ("validation", "test"))
         return _passes(self, self.vector.arm, self.alphas) * examples
 
 
 def _passes(stage: MeasurementStage, arm: str, alphas: Sequence[float]) -> float:
-    """Returns the cost of evaluating one example at all α, in ordinary forward passes."""
+    """Returns the cost of evaluating one example at all values of α, in ordinary forward passes."""
     return 3.0 if stage.context.plan.regime_of(arm) == "linear" else len(alphas)
 
 
@@ -219,13 +219,13 @@ def evaluation_settings(stage: Stage, tasks: Sequence[str], splits: Sequence[str
 
 
 def count_examples(stage: Stage, task: str, split: str = "test") -> float:
-    """Returns the number of examples evaluated on a split of a task."""
+    """Returns the number of examples of a split on which a task is evaluated."""
     return len(stage.context.evaluation_set(task, split).numbers)
 
 
 @dataclass(frozen=True, eq=False)
 class AnalysisStage(MeasurementStage):
-    """Base class of measurements on several vectors of one arm."""
+    """Base class for measurements on several vectors of one arm."""
 
     kind: ClassVar[str] = "understanding"
     purpose: ClassVar[str] = "disentanglement and localisation of the vectors, drift, and spectra of a bundle"
@@ -243,16 +243,16 @@ class AnalysisStage(MeasurementStage):
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The stages of the vectors."""
+        """The stages that write the vectors."""
         return self.vectors
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the vectors' tasks."""
+        """Names of the tasks of the vectors."""
         return [vector.task for vector in self.vectors]
 
     def settings(self) -> dict[str, Any]:
-        """Returns the measurement and the examples."""
+        """Returns the name of the measurement and the examples."""
         return {"what": self.measurement, **evaluation_settings(self, self.tasks, ["test"]), "some": self.examples}
 
     def cost(self) -> float:
@@ -277,7 +277,7 @@ class AnalysisStage(MeasurementStage):
 
 @dataclass(frozen=True, eq=False)
 class DisentanglementStage(AnalysisStage):
-    """Measures ξ(α₁, α₂) of two vectors."""
+    """Measures the disentanglement error ξ(α₁, α₂) of two vectors."""
 
     measurement: ClassVar[str] = "disentanglement"
 
@@ -293,7 +293,7 @@ class DisentanglementStage(AnalysisStage):
         return {**super().settings(), "alphas": list(self.alphas)}
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
-        """Returns ξ on the grid of α."""
+        """Returns ξ for all pairs of values of α."""
         first, second = self.evaluation_sets()
         first_vector, second_vector = self.load_vectors().values()
         options = self.evaluation_options(monitor)
@@ -304,7 +304,7 @@ class DisentanglementStage(AnalysisStage):
 
 @dataclass(frozen=True, eq=False)
 class LocalisationStage(AnalysisStage):
-    """Measures ‖Δf‖² of each vector on its own task and on the others."""
+    """Measures how much each vector changes f (‖Δf‖²) on its own task and on the others."""
 
     measurement: ClassVar[str] = "localisation"
 
@@ -316,7 +316,7 @@ class LocalisationStage(AnalysisStage):
 
 @dataclass(frozen=True, eq=False)
 class DriftStage(AnalysisStage):
-    """Compares the drift that bundles predict with the drift measured on data."""
+    """Compares the drift that the bundles predict with the drift measured on data."""
 
     measurement: ClassVar[str] = "drift"
 
@@ -325,11 +325,11 @@ class DriftStage(AnalysisStage):
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The stages of the vectors and of the bundles."""
+        """The stages that write the vectors and the bundles."""
         return (*self.vectors, *self.bundles)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the examples, and the number of examples for single layers."""
+        """Returns the examples, including the number of examples for single layers."""
         return {**super().settings(), "layer_examples": self.layer_examples}
 
     def cost(self) -> float:
@@ -338,7 +338,7 @@ class DriftStage(AnalysisStage):
         return super().cost() + 3.0 * layers
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
-        """Returns predicted and measured drift for every vector and task."""
+        """Returns the predicted and the measured drift for every vector and task."""
         return drift(
             self.context.model,
             self.evaluation_sets(),
@@ -367,11 +367,11 @@ class SpectraStage(MeasurementStage):
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The stage of the bundle."""
+        """The stage that writes the bundle."""
         return (self.bundle,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the measurement; everything else is determined by the bundle."""
+        """Returns the name of the measurement; everything else is determined by the bundle."""
         return {"what": self.measurement}
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
@@ -379,5 +379,5 @@ class SpectraStage(MeasurementStage):
         return spectra(load(self.bundle.path), on_progress=monitor.report)
 
     def cost(self) -> float:
-        """Returns a constant, because no model is run."""
+        """Returns a constant cost, because no model is run."""
         return 200.0

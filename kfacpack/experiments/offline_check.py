@@ -1,8 +1,9 @@
 """Checks all stages of a plan without weights or data, and forecasts shapes, file sizes and the time on a named GPU.
 
 The model has random weights. Published tasks are replaced by stand-ins with as many examples and classes as the data on
-the Hub, but with blank images or texts. All stages are built from these, with their keys, commands and costs. File
-sizes are computed from shapes. Times are extrapolated from the counted operations of a forward pass and the GPU speed.
+the Hub, but with blank images or dummy texts. With these, all stages are built, including their keys, commands and
+costs. File sizes are computed from shapes. Times are extrapolated from the number of operations in a forward pass and
+the speed of the GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _IMAGE_SIZE = 256
 
 @dataclass
 class StandInSplit:
-    """Stand-in for a published split, with as many examples, all of which are blank."""
+    """Stand-in for a published split. It has as many examples, each a blank image or the same dummy text."""
 
     source: DataOrigin
     size: int
@@ -94,12 +95,12 @@ class StandInTask:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Placeholders for the names of the classes."""
+        """Placeholders for the class names."""
         return tuple(f"class {number}" for number in range(self.definition.classes))
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Number of examples of each split on the Hub."""
+        """Number of examples in each split on the Hub."""
         return self.definition.sizes
 
     @property
@@ -126,7 +127,7 @@ class StandInTask:
         return []
 
     def split(self, name: str) -> StandInSplit:
-        """Returns blank examples."""
+        """Returns the stand-in for a split."""
         if name not in self.sizes:
             raise KfacpackError(f"{self.name}: no split {printable(name)!r}; expected one of {', '.join(self.sizes)}")
         inputs = tuple(self.definition.inputs)
@@ -138,7 +139,7 @@ def stand_in_task(name: str, data: str | None) -> Task:
 
     Args:
         name: Name of the task, possibly a class split.
-        data: Location of its data in the plan.
+        data: Location of the task's data as given in the plan; None for a registered task.
 
     Raises:
         KfacpackError: If the task is neither embedded nor published.
@@ -155,7 +156,7 @@ def stand_in_task(name: str, data: str | None) -> Task:
 
 
 def _write_t5(folder: Path, shape: Mapping[str, Any]) -> None:
-    """Writes the config of a T5 model, and a tokenizer that maps all words except names of classes to `<unk>`."""
+    """Writes the config of a T5 model, and a tokenizer that maps all words except class names to `<unk>`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, T5Config
 
@@ -168,11 +169,11 @@ def _write_t5(folder: Path, shape: Mapping[str, Any]) -> None:
 
 
 class OfflineContext(RunContext):
-    """The context of a plan with random weights and stand-ins for published tasks."""
+    """A `RunContext` with random weights and with stand-ins for published tasks."""
 
     @cached_property
     def model(self) -> Model:
-        """The model of the plan with random weights."""
+        """The model of the plan, with random weights."""
         section = self.plan.model
         with self.plan.at("model"), TemporaryDirectory() as folder:
             name, weights = section.name, None if section.name in EMBEDDED_MODELS else "random"
@@ -208,9 +209,9 @@ class KindForecast:
     stages: int
     """Number of stages."""
     bytes: int
-    """Size of their files in bytes."""
+    """Total size in bytes of the files that these stages write."""
     hours: float
-    """Time on one GPU in hours."""
+    """Total time in hours on one GPU."""
 
 
 @dataclass(frozen=True)
@@ -221,28 +222,28 @@ class OfflineForecast:
     parameters: int
     """Number of weights that the regime `linear` trains."""
     blocks: int
-    """Number of blocks of a bundle."""
+    """Number of blocks in a bundle."""
     largest_side: int
-    """Side of the largest matrix of a bundle."""
+    """Side length of the largest matrix in a bundle."""
     forward_flops: int
-    """Number of floating-point operations of one forward pass of one example."""
+    """Number of floating-point operations in the forward pass of one example."""
     gpu: str
     kinds: tuple[KindForecast, ...]
     bytes: int
-    """Size of all files in bytes."""
+    """Total size of all files in bytes."""
     hours: float
-    """Time of all stages on one GPU in hours."""
+    """Total time of all stages in hours on one GPU."""
 
 
 class _Sizes:
-    """Sizes of files, computed from shapes."""
+    """File sizes, computed from shapes."""
 
     def __init__(self, context: RunContext):
         self._context = context
         self._forecasts: dict[str, Forecast] = {}
 
     def forecast(self, stage: EstimateStage) -> Forecast:
-        """Returns the blocks of a bundle, which do not depend on the number of examples and probes."""
+        """Returns the forecast for a bundle, whose blocks do not depend on the number of examples or probes."""
         if stage.structure not in self._forecasts:
             options = replace(stage.options, fisher="mc", samples=1, compress=None)
             task = self._context.task(stage.task)
@@ -287,10 +288,10 @@ class _Sizes:
 
 
 def matrix_sides(block: BlockForecast) -> list[int]:
-    """Returns the sides of the symmetric matrices of a block, except for matrices shared with an earlier block.
+    """Returns the side lengths of a block's symmetric matrices, except for matrices shared with an earlier block.
 
     Args:
-        block: The block. Its size in bytes shows which of its matrices are stored with it.
+        block: The block. Its size in bytes shows which of its matrices are not shared.
     """
     rows, columns = block.rows, block.columns
     candidates = [[rows, columns], [rows], [columns]] if block.structure == "kronecker" else [[rows * columns]]
@@ -304,7 +305,7 @@ def encoded_bytes(chain: CodecChain, side: int) -> int:
 
     Args:
         chain: The codecs. Steps that do not make the matrix smaller are skipped.
-        side: Side of the matrix.
+        side: Side length of the matrix.
     """
     triangle: dict[str, Spec] = {"data": ("F32", (side * (side + 1) // 2,))}
     encoded = chain.structure.specs(Dense.of(torch.zeros(side, side))) if chain.structure else None
@@ -323,10 +324,10 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
 
     Args:
         plan: The plan.
-        gpu: Name of a GPU, as for `find_gpu`.
+        gpu: Name of a GPU that `find_gpu` knows.
 
     Returns:
-        The shapes of the bundles, the sizes of the files and the time of the stages.
+        The shapes of the bundles, the sizes of the files and the times of the stages.
 
     Raises:
         KfacpackError: If the GPU is unknown, or a stage cannot be built; the message starts with the location in the
@@ -362,7 +363,7 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
 
 
 def _forward_flops(context: RunContext) -> int:
-    """Counts the floating-point operations of one forward pass of one example of the first task."""
+    """Counts the floating-point operations in the forward pass of one example of the first task."""
     name = context.plan.tasks[0].name
     batch = context.model.prepare([context.task(name).split("test")[0]], name)
     # Gradients are enabled, because the fused attention that is used without them is not counted.

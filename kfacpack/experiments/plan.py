@@ -1,6 +1,6 @@
 """The contents of a plan: the model, the tasks, the arms to compare and the measurements to make.
 
-`kfacpack.experiments.plan_sections` has the sections; `kfacpack.experiments.plan_file` reads the YAML file.
+`kfacpack.experiments.plan_sections` defines the sections, and `kfacpack.experiments.plan_file` reads the YAML file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Plan(PlanSection):
     model: ModelSection = ModelSection()
     tasks: Annotated[tuple[TaskSection, ...], Field(min_length=2)]
     references: tuple[TaskSection, ...] = ()
-    """Further tasks, for which no vector is trained: the control of negation, and tasks that arms protect."""
+    """Further tasks, for which no vectors are trained, such as the control task for negation or tasks to protect."""
     seeds: Annotated[tuple[SeedNumber, ...], Field(min_length=1)] = (0,)
     curvature: CurvatureSection = CurvatureSection()
     training: TrainingSection = TrainingSection()
@@ -56,7 +56,7 @@ class Plan(PlanSection):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_penalties(cls, value: Any) -> Any:
-        """Fills in the defaults of `penalty` in the arms that do not state them."""
+        """Adds the settings of `penalty` to the arms with a Kronecker penalty, unless an arm overrides them."""
         if not isinstance(value, dict) or not isinstance(value.get("penalty"), dict):
             return value
         defaults = {key: entry for key, entry in value["penalty"].items() if key in PenaltySection.model_fields}
@@ -88,11 +88,11 @@ class Plan(PlanSection):
     @classmethod
     def _check_arm_names(cls, arms: dict[str, ArmSection], info: ValidationInfo) -> dict[str, ArmSection]:
         for name, arm in arms.items():
-            if "curvature" in info.data:  # missing if that section is invalid
+            if "curvature" in info.data:  # absent if that section is invalid
                 section = arm.curvature if "metric" in arm.curvature.model_fields_set else info.data["curvature"]
                 arm._metric = section.metric
             if not re.fullmatch(r"[\w.+ -]+", name) or name.startswith("."):
-                raise ValueError(f"arm {name!r}: expected letters, digits and -_.+")
+                raise ValueError(f"arm name {name!r}: expected letters, digits, spaces and -_.+, without a leading dot")
         return arms
 
     def contradiction(self) -> tuple[KeyPath, str] | None:
@@ -134,12 +134,12 @@ class Plan(PlanSection):
                     return ("arms", arm, "protects", number), problem
             if (section.compress or section.budget) and self.curvature_of(arm).compress:
                 key = "compress" if section.compress else "budget"
-                problem = "the bundles are already compressed, by curvature.compress. Remove one of the two"
+                problem = "the bundles are already compressed by curvature.compress. Remove one of the two settings"
                 return ("arms", arm, key), problem
         for number, method in enumerate(evaluation.methods):
             if method.compress and self.curvature.compress:
-                problem = f"all bundles are already compressed, by curvature.compress: {self.curvature.compress}"
-                return ("evaluation", "methods", number), f"{problem}. Remove one of the two"
+                problem = f"all bundles are already compressed by curvature.compress: {self.curvature.compress}"
+                return ("evaluation", "methods", number), f"{problem}. Remove one of the two settings"
         measures_drift = evaluation.drift is not None and evaluation.in_depth != ()
         has_factors = (
             measures_drift
@@ -170,19 +170,19 @@ class Plan(PlanSection):
         return None
 
     def regime_of(self, arm: str) -> RegimeName:
-        """Returns the regime of an arm's vectors; "full" for extracted vectors, which are from ordinary fine-tuning."""
+        """Returns the regime of an arm's vectors; "full" for extracted vectors, the results of ordinary fine-tuning."""
         return "full" if self.arms[arm].vectors is not None else self.training_of(arm).regime
 
     def training_of(self, arm: str) -> TrainingSection:
-        """Returns the training settings of an arm: those of the plan, overridden by its own."""
+        """Returns the training settings of an arm: the settings of the plan, overridden by those of the arm."""
         return self.training.model_copy(update=self.arms[arm].training.model_dump(exclude_unset=True))
 
     def curvature_of(self, arm: str) -> CurvatureSection:
-        """Returns the settings of an arm's bundles: those of the plan, overridden by its own."""
+        """Returns the curvature settings of an arm: the settings of the plan, overridden by those of the arm."""
         return self.curvature.model_copy(update=self.arms[arm].curvature.model_dump(exclude_unset=True))
 
     def task(self, name: str) -> TaskSection:
-        """Returns the section of the task or reference `name`."""
+        """Returns the plan section for the task or reference `name`."""
         return next(task for task in (*self.tasks, *self.references) if task.name == name)
 
     def task_location(self, name: str) -> KeyPath:
@@ -191,7 +191,7 @@ class Plan(PlanSection):
         return key, next(number for number, task in enumerate(getattr(self, key)) if task.name == name)
 
     def protected(self, arm: str, task: str) -> tuple[str, ...]:
-        """Returns the tasks whose drift is penalised when the vector of a task is trained in an arm."""
+        """Returns the tasks whose drift is penalised while the vector for `task` is trained in `arm`."""
         names = self.arms[arm].protects or tuple(section.name for section in self.tasks)
         return tuple(name for name in names if name != task)
 
@@ -200,35 +200,35 @@ class Plan(PlanSection):
         return tuple(task for task in self.tasks if task.name != name)
 
     def based_at(self, folder: Path) -> Plan:
-        """Sets the base folder of relative paths in the plan, and returns the plan."""
+        """Sets the folder against which relative paths in the plan are resolved, and returns the plan."""
         self._folder = folder
         return self
 
     @property
     def folder(self) -> Path:
-        """Base folder of relative paths."""
+        """Folder against which relative paths in the plan are resolved."""
         return self._folder
 
     @property
     def source_name(self) -> str:
-        """Name of the plan's file in error messages."""
+        """Name of the plan file, for error messages."""
         return self._source_name
 
     def with_locations(self, name: str, locate: Callable[[KeyPath], str]) -> Plan:
-        """Sets the file name and the function that describes a location by file, line and key; returns the plan."""
+        """Sets the file name and the function that returns a location as file, line and key, and returns the plan."""
         self._source_name = name
         self._locate = locate
         return self
 
     @contextmanager
     def at(self, *key_path: str | int) -> Iterator[None]:
-        """Prefixes the message of a `KfacpackError` raised inside with the location `key_path` in the plan.
+        """Adds the location `key_path` to the message of any `KfacpackError` that is raised in the `with` block.
 
         Args:
             *key_path: Keys and list indices of the setting in question.
 
         Raises:
-            KfacpackError: The error raised inside, with file, line and key before its message.
+            KfacpackError: The error raised in the block, with the file, the line and the key in front of its message.
         """
         try:
             yield
@@ -240,7 +240,7 @@ class Plan(PlanSection):
         """Returns the folder of a local model, such as `t5:DIR`; None for names on the Hub.
 
         Raises:
-            KfacpackError: If the folder exists in the working directory but not in the folder of the plan.
+            KfacpackError: If the folder exists in the working directory but not in the folder that contains the plan.
         """
         prefix, _, name = self.model.name.partition(":")
         if prefix not in FAMILIES or not FAMILIES[prefix].takes_folder or not name:
@@ -254,7 +254,7 @@ class Plan(PlanSection):
         return None
 
     def resolve_path(self, text: str) -> Path:
-        """Resolves a path of the plan: expands `$NAME` and `~`, and interprets relative paths from the plan's folder.
+        """Resolves a path in the plan: expands `$NAME` and `~`, and resolves relative paths against the plan's folder.
 
         Raises:
             KfacpackError: If an environment variable in the path is not set.
@@ -262,16 +262,16 @@ class Plan(PlanSection):
         expanded = os.path.expandvars(text)
         if unset := re.search(r"\$\{?(\w+)", expanded):
             problem = f"environment variable {unset[1]} is not set"
-            raise KfacpackError(f"{text}: {problem}. Set it, or write the whole path in the plan")
+            raise KfacpackError(f"{text}: {problem}. Set it, or write the full path in the plan")
         return self._folder / expand_user(expanded)
 
 
 def _mismatch(tasks: list[str], vectors: Mapping[str, str] | None) -> str | None:
-    """Describes the mismatch between the checkpoints of an arm and the tasks of the plan; None if they match."""
+    """Describes how the checkpoints of an arm differ from the tasks of the plan; returns None if they match."""
     if vectors is None:
         return None
     for task in tasks:
         if task not in vectors:
-            return f"no checkpoint of task {task!r}; expected one for each task of the plan: {', '.join(tasks)}"
+            return f"no checkpoint for task {task!r}; expected one for each task of the plan: {', '.join(tasks)}"
     unknown = next((task for task in vectors if task not in tasks), None)
-    return f"unknown task {unknown!r}; expected the plan's tasks: {', '.join(tasks)}" if unknown else None
+    return f"unknown task {unknown!r}; expected one of the plan's tasks: {', '.join(tasks)}" if unknown else None

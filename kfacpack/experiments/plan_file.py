@@ -1,4 +1,4 @@
-"""Reads plans from YAML and reports errors with file, line and key; also contains the plan of `kfacpack demo`."""
+"""Reads plans from YAML files and reports errors with file, line and key; also contains the plan of `kfacpack demo`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kfacpack.training.penalty_weights import STRENGTH
 
 _MAX_BYTES = 1 << 20
 _SCALES = "scales"
-"""Plan key whose value contains settings for other sizes of the same comparison."""
+"""Key of the plan entry that contains settings for running the same comparison at other sizes."""
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
 
@@ -53,13 +53,13 @@ def read_plan(path: Path, scale: str | None = None) -> tuple[Plan, str]:
 
     Args:
         path: The YAML file. Paths in the plan are relative to the folder of this file.
-        scale: Name of an entry of the plan's `scales`, whose settings override those of the plan.
+        scale: Name of an entry in the plan's `scales`; the settings in this entry override those of the plan.
 
     Returns:
-        The plan and its text. With a scale, the text is that of the resulting plan, without `scales`.
+        The plan and its text. If a scale is given, the text is that of the resulting plan, without `scales`.
 
     Raises:
-        KfacpackError: If a file cannot be read or is not a valid plan, or there is no such scale.
+        KfacpackError: If a file cannot be read or is not a valid plan, or the plan has no such scale.
     """
     text, name = _read(path), str(path)
     if scale is not None:
@@ -68,7 +68,7 @@ def read_plan(path: Path, scale: str | None = None) -> tuple[Plan, str]:
 
 
 def _read(path: Path) -> str:
-    """Reads a YAML file."""
+    """Returns the text of a YAML file."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise KfacpackError(f"{path}: larger than {_MAX_BYTES} bytes; expected a plan in YAML")
@@ -80,7 +80,7 @@ def _read(path: Path) -> str:
 
 
 def scales_of(path: Path) -> list[str]:
-    """Returns the names of the scales of a plan.
+    """Returns the names of the scales that a plan defines.
 
     Args:
         path: The YAML file.
@@ -94,12 +94,12 @@ def scales_of(path: Path) -> list[str]:
 def _scales(content: dict[str, Any], name: str) -> dict[str, Any]:
     scales = content.get(_SCALES) or {}
     if not isinstance(scales, dict):
-        raise KfacpackError(f"{name}: {_SCALES}: expected a name for each set of settings that override the plan's")
+        raise KfacpackError(f"{name}: {_SCALES}: expected names, each with settings that override those of the plan")
     return scales
 
 
 def _scaled_text(text: str, path: Path, scale: str) -> str:
-    """Returns the text of a plan with the settings of a scale."""
+    """Returns the text of a plan with the settings of a scale applied."""
     content = _content(text, str(path))
     scales = _scales(content, str(path))
     if scale not in scales:
@@ -130,7 +130,7 @@ def _overridden(settings: Any, override: Any) -> Any:
 
 
 def _content(text: str, name: str) -> dict[str, Any]:
-    """Parses the text of a plan, or of the settings of a scale, without validating the keys."""
+    """Parses the text of a plan or of a file with settings for a scale, without validating the keys."""
     with _convert_yaml_errors(name):
         content = _with_text_keys(_Loader(text).get_single_data())
     if not isinstance(content, dict):
@@ -162,7 +162,7 @@ def parse(text: str, name: str) -> Plan:
         content.pop(_SCALES, None)
 
     def locate(key_path: KeyPath) -> str:
-        """Describes a location by file, line and key; unknown keys get the line of their parent."""
+        """Returns a location as file, line and key; for an unknown key, the line is that of its parent."""
         present = key_path
         while present not in lines:
             present = present[:-1]
@@ -184,7 +184,7 @@ def parse(text: str, name: str) -> Plan:
 
 @contextmanager
 def _convert_yaml_errors(name: str) -> Iterator[None]:
-    """Converts errors of PyYAML to `KfacpackError`, with the file and, if known, the line."""
+    """Converts errors raised by PyYAML to `KfacpackError`, with the file and, if known, the line."""
     try:
         yield
     except RecursionError as error:
@@ -235,7 +235,7 @@ _MESSAGES = {
     "bool_type": "expected true or false",
     "bool_parsing": "expected true or false",
 }
-"""Replacements, by pydantic error type, for messages that mention Python types."""
+"""Messages that replace those of pydantic that mention Python types, by error type."""
 
 
 def _describe(key_path: KeyPath, error: Any) -> str:
@@ -268,7 +268,7 @@ _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {
     ("evaluation", "localisation"): plans.ExamplesSection,
     ("evaluation", "drift"): plans.DriftSection,
 }
-"""Class of the section at each location. The locations omit the names of arms and list indices."""
+"""Section classes by location. The locations do not include the names of arms or list indices."""
 
 
 def _expected_keys(key_path: Sequence[str | int]) -> list[str]:
@@ -312,7 +312,7 @@ evaluation:
 
 
 def plan_text(*, all_tasks: bool = False) -> str:
-    """Returns the plan of `kfacpack demo` as YAML.
+    """Returns the plan for `kfacpack demo` as YAML.
 
     Args:
         all_tasks: Whether to use all eight embedded tasks instead of three.

@@ -1,4 +1,4 @@
-"""The sections of a plan. Each section of the YAML file is one pydantic model."""
+"""The sections of a plan. Each section of the YAML file is defined by one pydantic model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ShortText = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 def _refuse_bool(value: Any) -> Any:
-    """Converts booleans to text, which numeric fields reject: in Python, `True` is also the integer 1."""
+    """Converts booleans to text, so that numeric fields reject them: in Python, `True` is also the integer 1."""
     return str(value) if isinstance(value, bool) else value
 
 
@@ -40,13 +40,13 @@ FiniteNumber = Annotated[float, BeforeValidator(_refuse_bool)]
 Positive = Annotated[Integer, Field(ge=1)]
 SeedNumber = Annotated[Integer, Field(ge=0, lt=2**32)]
 KeyPath = tuple[str | int, ...]
-"""A location in a plan: mapping keys and list indices."""
+"""A location in a plan: a sequence of mapping keys and list indices."""
 BASELINE = "without"
-"""Name of the arm without a penalty, against which the other arms are compared."""
+"""Name of the arm without a penalty, with which the other arms are compared."""
 
 
 class PlanSection(BaseModel):
-    """Base class of the sections of a plan, which are immutable and reject unknown keys."""
+    """Base class for the sections of a plan. Sections are immutable and reject unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -59,9 +59,11 @@ class ModelSection(PlanSection):
     image_size: Positive | None = None
     dtype: FloatType = "float32"
     prompts: PromptStyle | None = None
-    """Prompt style of a `t5:` or `lm:` model, as for `--prompts`."""
+    """Prompt style of a `t5:` or `lm:` model; the values are those of `--prompts`."""
+    params: Annotated[tuple[ShortText, ...], Field(min_length=1)] | None = None
+    """Names or patterns of the parameters that bundles cover and vectors change, in the syntax of `--params`."""
     head: HeadKind = "auto"
-    """Kind of classification head, see `kfacpack/models/heads.py`."""
+    """Kind of classification head; see `kfacpack/models/heads.py`."""
 
 
 class TaskSection(PlanSection):
@@ -69,9 +71,9 @@ class TaskSection(PlanSection):
 
     name: ShortText
     data: ShortText | None = None
-    """Folder of the data, or `hf://datasets/…`; None for a registered task."""
+    """Folder with the data, or `hf://datasets/…`; None for a registered task."""
     columns: ShortText | None = None
-    """Roles of the data's columns, as for `--columns`."""
+    """Roles of the columns in the data, in the syntax of `--columns`."""
 
     @field_validator("name")
     @classmethod
@@ -99,13 +101,13 @@ def _alphas(text: str) -> str:
 def _magnitudes(text: str) -> str:
     if negative := [alpha for alpha in parse_alphas(text) if alpha < 0]:
         raise KfacpackError(
-            f"alpha {negative[0]:g}: negation already subtracts the vector; expected at least 0, such as 0:3:0.1"
+            f"alpha {negative[0]:g}: negation already subtracts the vector; expected values ≥ 0, such as 0:3:0.1"
         )
     return text
 
 
 def _validated_by(check: Callable[[str], str]) -> AfterValidator:
-    """Converts the `KfacpackError` of a library check to a validation error, which has a location in the plan."""
+    """Returns a validator that calls `check` and converts a `KfacpackError` to a validation error with a location."""
 
     def validate(text: str) -> str:
         try:
@@ -137,7 +139,7 @@ class CurvatureSection(PlanSection):
     probe: Probe = "orthogonal"
     metric: Metric = "l2"
     compress: CodecSpec | None = None
-    """Codec for the Kronecker factors, as for `kfacpack compress`."""
+    """Codec for the Kronecker factors, in the syntax of `kfacpack compress`."""
     batch_size: Positive = 32
 
 
@@ -155,20 +157,20 @@ class TrainingSection(PlanSection):
     clip: Annotated[FiniteNumber, Field(gt=0)] | None = None
     """Maximum norm of the gradient."""
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] | None = None
-    """Share of the weights that the regime `sparse` trains."""
+    """Fraction of the weights that the regime `sparse` trains."""
     mask: Literal["data", "bundles"] = "data"
-    """How the weights of the regime `sparse` are selected: on validation examples, or by the other tasks' bundles."""
+    """How the regime `sparse` selects weights: with validation examples, or with the bundles of the other tasks."""
 
     @property
     def key(self) -> dict[str, Any]:
-        """The settings that determine a vector. Those added in newer versions are omitted at their defaults."""
+        """The settings that determine a vector. Settings added in later versions are omitted at their defaults."""
         added = ("compile", "clip", "keep", "mask")
         defaults = {name: TrainingSection.model_fields[name].default for name in added}
         return {name: value for name, value in self.model_dump().items() if defaults.get(name, ...) != value}
 
 
 class PenaltySection(PlanSection):
-    """Defaults of the arms with `penalty: kronecker`."""
+    """Default settings for arms with `penalty: kronecker`."""
 
     strength: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] | None = None
     preset: Literal["tak"] | None = None
@@ -178,21 +180,21 @@ class ArmSection(PlanSection):
     """One way of obtaining the vectors of all tasks: by training, or by extraction from checkpoints."""
 
     vectors: Annotated[dict[ShortText, ShortText], Field(min_length=1)] | None = None
-    """Fine-tuned checkpoint or adapter from which the vector of each task is extracted: file, folder or `hf://…`."""
+    """The fine-tuned checkpoint or adapter (file, folder or `hf://…`) from which each task's vector is extracted."""
     penalty: Literal["none", "kronecker", "diagonal", "data"]
     rule: Literal["tak", "optimal", "stack"] = "tak"
     rank: Positive = 1
     strength: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] | None = None
     preset: Literal["tak"] | None = None
-    """`tak`: the scaling and the group weights of the paper, for which `strength` must be given."""
+    """`tak` uses the scaling and the group weights of the paper; `strength` must then be given."""
     every: Positive = 1
-    """Interval of the penalty in steps: N applies it at every N-th step."""
+    """Interval of the penalty in steps: with N, the penalty is applied at every N-th step."""
     compress: CodecSpec | None = None
-    """Codec of the bundles of this arm, as for `kfacpack compress`. They are compressed before they are merged."""
+    """Codec for the bundles of this arm, in the syntax of `kfacpack compress`. It is applied before they are merged."""
     budget: Budget | None = None
-    """Size of each bundle of this arm, as for `kfacpack compress --budget`."""
+    """Maximum size of each bundle of this arm, in the syntax of `kfacpack compress --budget`."""
     protects: Annotated[tuple[ShortText, ...], Field(min_length=1)] | None = None
-    """Tasks or references whose drift is penalised. Defaults to the other tasks of the plan."""
+    """Tasks or references whose drift is penalised. Defaults to all other tasks of the plan."""
     curvature: CurvatureSection = CurvatureSection()
     """Settings of this arm that override the plan's `curvature`."""
     training: TrainingSection = TrainingSection()
@@ -229,14 +231,14 @@ class ArmSection(PlanSection):
         if self.rank > 1 and self.rule != "optimal":
             raise ValueError(f"rank requires rule: optimal; got rule: {self.rule}")
         if self.preset and self.strength is None:
-            raise ValueError("preset requires strength, the λ of the paper for the model, such as 100 for ViT-B/32")
+            raise ValueError("preset requires strength, the λ in the paper for this model, such as 100 for ViT-B/32")
         if self.compress and self.budget:
             raise ValueError("expected either compress or budget, got both")
         return self
 
 
 class MethodSection(PlanSection):
-    """A merge method. Keys beyond the fields below are settings of the method, such as `keep` of `ties`."""
+    """A merge method. Keys other than the fields below are settings of the method, such as `keep` for `ties`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -244,11 +246,11 @@ class MethodSection(PlanSection):
     label: Annotated[str, Field(max_length=60, pattern=r"^[\w+][\w.+=:,% -]*$")] = ""
     """Name in the results. Defaults to the name of the method with its settings."""
     compress: CodecSpec | None = None
-    """Codec with which the bundles are compressed before the method uses them, as for `kfacpack compress`."""
+    """Codec that compresses the bundles before the method uses them, in the syntax of `kfacpack compress`."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the method that the plan states."""
+        """The settings of the method that are given in the plan."""
         return dict(self.model_extra or {})
 
     @property
@@ -282,41 +284,41 @@ class MethodSection(PlanSection):
             raise ValueError(str(error)) from error
         if self.compress and not self.needs_bundles:
             names = [name for name, method in METHODS.items() if method.needs_bundles]
-            raise ValueError(f"compress is for methods that use bundles: {', '.join(names)}; got method {self.name!r}")
+            raise ValueError(f"compress requires a method that uses bundles ({', '.join(names)}), got {self.name!r}")
         return self
 
 
 class NegationSection(PlanSection):
-    """Negation: each task is removed from the model while a control task keeps its accuracy."""
+    """Settings for negation, which removes each task from the model while a control task keeps its accuracy."""
 
     control: ShortText
-    """The task whose accuracy is kept."""
+    """Task whose accuracy must be preserved."""
     instead: ShortText | None = None
-    """The control task when `control` itself is negated. Defaults to the first of the other tasks."""
+    """Control task to use when `control` itself is negated. Defaults to the first of the other tasks."""
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] = 0.95
     alphas: Magnitudes = "0:3:0.1"
 
 
 class PairsSection(PlanSection):
-    """Disentanglement: pairs of tasks and the values of α."""
+    """Settings for measuring disentanglement: the pairs of tasks, the values of α and the examples."""
 
     alphas: Alphas = "-2:2:0.5"
     pairs: tuple[tuple[ShortText, ShortText], ...] | None = None
-    """Pairs to measure. Defaults to the pairs of the first task with each of the others."""
+    """Pairs of tasks to measure. By default, the first task is paired with each of the others."""
     examples: Examples = "200"
 
 
 class ExamplesSection(PlanSection):
-    """A measurement whose only setting is the number of examples."""
+    """Settings for a measurement that needs only the number of examples."""
 
     examples: Examples = "200"
 
 
 class DriftSection(ExamplesSection):
-    """Predicted and measured drift."""
+    """Settings for the comparison of predicted and measured drift."""
 
     layer_examples: Annotated[Integer, Field(ge=0)] = 8
-    """Examples for the drift of single layers, each of which needs its own forward pass; 0 skips the layers."""
+    """Number of examples for the drift of single layers, each of which needs its own forward passes; 0 skips them."""
 
 
 class EvaluationSection(PlanSection):
@@ -327,7 +329,7 @@ class EvaluationSection(PlanSection):
     methods: Annotated[tuple[MethodSection, ...], Field(min_length=1)] = (MethodSection(name="sum"),)
     alphas: Alphas = "0:2:0.1"
     method_alphas: bool = False
-    """Whether all methods are evaluated at all `alphas`, instead of only the first method."""
+    """Whether every method is evaluated at all `alphas`, rather than only the first method."""
     negation: NegationSection | None = None
     disentanglement: PairsSection | None = None
     localisation: ExamplesSection | None = None

@@ -1,8 +1,9 @@
 """Workers on a Ray cluster.
 
-A worker is a Ray actor that reserves the resources of one stage: one CPU per thread, a GPU if the model is on one, and
+A worker is a Ray actor that reserves the resources for one stage: one CPU per thread, a GPU if the model is on one, and
 the forecast memory. Files are transferred through Ray's object store: the scheduler reads the inputs of a stage from
-the folder of the run, and writes the files that the actor returns. The nodes of the cluster need no shared file system.
+the folder of the run and writes the files that the actor returns to that folder. The nodes of the cluster need no
+shared file system.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.estimation.distributed import worker_bytes
 from kfacpack.experiments.jobs import JobsWarning, StageWorker, WorkerPool
 from kfacpack.experiments.worker import compute, failure, open_context
+from kfacpack.format.units import human_bytes
 from kfacpack.format.writer import write_atomically
 from kfacpack.tasks.data_sources import is_dataset_address
 
@@ -40,16 +42,16 @@ if TYPE_CHECKING:
 _CONNECT_SECONDS = 10.0
 _STATUS_SECONDS = 1.0
 _NODES_SECONDS = 5.0
-"""Intervals at which the progress of stages and the nodes of the cluster are requested."""
+"""Intervals at which the scheduler requests the progress of the stages and the list of nodes."""
 
 
 class StageActor:
-    """The Ray actor of a worker, which computes stages in a process on a node.
+    """The Ray actor for a worker, which computes stages in a process on a node.
 
     Args:
         setup: The plan and the other settings of the run; see `run_setup`.
         device: Device of the model, among those that Ray assigns to the actor.
-        keys: The hashes that were computed by the scheduler, and the number of threads.
+        keys: The hashes that the scheduler has computed, and the number of threads.
     """
 
     def __init__(self, setup: Mapping[str, Any], device: str, keys: dict[str, Any]):
@@ -89,15 +91,15 @@ class StageActor:
 
         Args:
             key: Key of the stage.
-            names: Files that the stage needs and that were not sent before, relative to the folder of the run.
+            names: Paths of files that the stage needs and that were not sent before, relative to the folder of the run.
             *contents: Contents of these files.
 
         Returns:
-            The message for the scheduler, the texts of warnings, and the files that were written.
+            The message for the scheduler, the texts of the warnings, and the contents of the stage's files by path.
         """
         import torch
 
-        torch.set_num_threads(self._keys["threads"])  # applies to the current thread only
+        torch.set_num_threads(self._keys["threads"])  # the setting applies only to the current thread
         stage, root, texts = self._stages[key], Path(self._folder.name), list[str]()
         self._progress = (0, 1, "")
         try:
@@ -149,23 +151,23 @@ def _require_same_keys(context: RunContext, keys: Mapping[str, Any], node: str) 
     pairs += [(f"{arm}, {task}", context.checkpoint_key(arm, task), value) for arm, task, value in keys["checkpoints"]]
     for name, value, expected in pairs:
         if value != expected:
-            problem = f"Ray node {node}: {name} is {value}, expected {expected}, as on the machine of the command"
+            problem = f"Ray node {node}: {name} is {value}, expected {expected} as on the machine that runs the command"
             raise KfacpackError(f"{problem}. Install the same versions and copy the same files to all nodes")
 
 
 class RayWorker(StageWorker):
-    """The scheduler's handle of a Ray actor.
+    """The scheduler's handle to a Ray actor.
 
     Args:
         number: Number of the worker, from 1.
-        device: Kind of device of the worker's model.
+        device: Device of the worker's model.
         root: Folder of the run.
-        actor: The handle of the actor.
-        contents: References to the files in the object store, by name; shared by all workers.
+        actor: Handle to the actor.
+        contents: References to files in the object store, by path; all workers share this dictionary.
     """
 
     def __init__(self, number: int, device: str, root: Path, actor: Any, contents: dict[str, Any]):
-        super().__init__(number, device, "the logs of Ray on its node")
+        super().__init__(number, device, "Ray's logs on the worker's node")
         self.ready = False
         self.node = ""
         self.actor = actor
@@ -185,7 +187,7 @@ class RayWorker(StageWorker):
         return {**super().location(), "node": self.node}
 
     def start(self, stage: Stage) -> None:
-        """Sends the key of the stage, and the files of the stage that the actor does not have yet."""
+        """Sends the actor the key of the stage and the files that the actor does not have yet."""
         files = [*(dependency.path for dependency in stage.inputs), *_own_files(stage)]
         names = [str(file.relative_to(self._root)) for file in files]
         names = [name for name in dict.fromkeys(names) if name not in self._sent]
@@ -289,14 +291,14 @@ class RayPool(WorkerPool):
             ray.shutdown()
 
     def replace(self, worker: StageWorker) -> None:
-        """Starts another actor, on any node with free resources."""
+        """Terminates the actor; another one is then started on any node with free resources."""
         assert isinstance(worker, RayWorker)
         ray.kill(worker.actor)
         self._workers.remove(worker)
         self._next_nodes = 0.0
 
     def messages(self, seconds: float) -> list[tuple[StageWorker, dict[str, Any]]]:
-        """Waits for messages of the actors, and writes the files of finished stages."""
+        """Waits for messages from the actors, and writes the files that they return."""
         now = time.monotonic()
         if now >= self._next_nodes:
             self._next_nodes = now + _NODES_SECONDS
@@ -319,7 +321,7 @@ class RayPool(WorkerPool):
         return messages
 
     def _receive(self, worker: RayWorker, reference: Any) -> list[dict[str, Any]]:
-        """Returns the messages that result from a finished remote call."""
+        """Converts the result of a finished remote call to messages."""
         try:
             value = ray.get(reference)
         except RayTaskError as error:
@@ -344,14 +346,15 @@ class RayPool(WorkerPool):
         return [*({"event": "warning", "text": text} for text in texts), message]
 
     def _start_workers(self) -> None:
-        """Starts as many workers as the nodes have resources for, but at least one, which may have to wait."""
+        """Starts as many workers as the nodes have resources for, or one worker that waits until a node can run it."""
         fitting = [
             min(int(node["Resources"].get(name, 0) // amount) for name, amount in self._resources.items())
             for node in ray.nodes()
             if node["Alive"]
         ]
         if not sum(fitting) and not self._workers:
-            wanted = ", ".join(f"{amount} {name}" for name, amount in self._resources.items())
+            amounts = {**self._resources, "memory": human_bytes(self._resources["memory"])}
+            wanted = ", ".join(f"{amount} {name}" for name, amount in amounts.items())
             warnings.warn(f"waiting for a Ray node with {wanted}", JobsWarning, stacklevel=2)
         numbers = {worker.number for worker in self._workers}
         free = (number for number in count(1) if number not in numbers)

@@ -22,7 +22,7 @@ def render_page(report: ReportContent, drawings: Mapping[str, Mapping[str, bytes
 
     Args:
         report: The content of the page.
-        drawings: Contents of SVG files, by name of the figure's file and by theme.
+        drawings: Contents of the SVG files, by name of the figure file and by theme.
     """
     # Imported here, so that invalid results are reported without waiting for Jinja and Matplotlib.
     from jinja2 import Environment, StrictUndefined
@@ -35,7 +35,7 @@ def render_page(report: ReportContent, drawings: Mapping[str, Mapping[str, bytes
     template = environment.from_string((folder / "page.html.j2").read_text(encoding="utf-8"))
     return template.render(
         report=report,
-        # Trusted, and used inside <style>, where escaping would break it.
+        # The style sheet is trusted, and escaping would break it inside <style>.
         style=Markup((folder / "page.css").read_text(encoding="utf-8")),
         themes=THEMES,
         inline={
@@ -56,7 +56,7 @@ SECTIONS: tuple[Callable[[Results], Section | None], ...] = (
     bundles,
     spectra,
 )
-"""The sections of a report in order; each returns None if the run has no data for it."""
+"""Functions that return the sections of a report, in order. They return None if the run has no data for the section."""
 
 
 def compose(results: Results, times: Times | None) -> ReportContent:
@@ -74,7 +74,7 @@ def compose(results: Results, times: Times | None) -> ReportContent:
 
 
 _SUFFIXES = (".svg", "-dark.svg", ".png")
-"""Suffixes of the files of one figure."""
+"""Suffixes of the files that are written for each figure."""
 
 
 def report(
@@ -98,8 +98,8 @@ def report(
         The path of the page.
 
     Raises:
-        KfacpackError: If the results are missing or invalid, the page cannot be written, or a package of the extra
-            `report` is not installed.
+        KfacpackError: If the results are missing or invalid, the page cannot be written, or a package that belongs to
+            the extra `report` is not installed.
 
     Example:
         >>> import kfacpack as kp
@@ -126,7 +126,7 @@ def _check_output(folder: Path, page: Path) -> None:
     numbers = page.with_suffix(".json")
     for name in ("results.json", "times.json"):
         if numbers.exists() and (folder / name).exists() and numbers.samefile(folder / name):
-            raise KfacpackError(f"{page}: its numbers would overwrite {numbers}; choose another name")
+            raise KfacpackError(f"{page}: the JSON file for this page would overwrite {numbers}; choose another name")
 
 
 def _remove_old_figures(page: Path, content: ReportContent) -> None:
@@ -150,7 +150,7 @@ def _figure_files(content: ReportContent) -> set[str]:
 
 
 def _draw(content: ReportContent, folder: Path, on_progress: Callable[[int, int], None]) -> dict[str, dict[str, bytes]]:
-    """Writes all figures to the folder; returns their SVG files by name and theme."""
+    """Writes all figures to the folder; returns the contents of the SVG files by name and theme."""
     pictures = [picture for section in content.sections for picture in section.pictures]
     if pictures:
         try:
@@ -166,7 +166,7 @@ def _draw(content: ReportContent, folder: Path, on_progress: Callable[[int, int]
 
 
 def _draw_figure(picture: ReportFigure, folder: Path) -> dict[str, bytes]:
-    """Writes one figure as SVG in each theme and as PNG in the light theme; returns the SVG files by theme."""
+    """Writes a figure as SVG in each theme and as PNG in the light theme; returns the SVG contents by theme."""
     # Imported here because importing Matplotlib is slow.
     from kfacpack.experiments.figure_style import THEMES, save
     from kfacpack.experiments.figures import FIGURES

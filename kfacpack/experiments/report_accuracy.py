@@ -1,4 +1,4 @@
-"""Report sections on accuracy: headline, summary, results by task, sweeps over α and negation."""
+"""The headline of a report, and its sections on accuracy: summary, results by task, sweeps over α and negation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kfacpack.experiments.results_schema import (
 _MAX_NORMALISED = 3
 """Maximum number of merge methods for which the tables by task also contain normalised accuracies."""
 _MOSTLY_RECOVERED = 0.75
-"""Minimum recovered fraction at which the report states that the vectors of an arm can be added."""
+"""Minimum recovered fraction for which the report states that the vectors of an arm can be added as they are."""
 
 
 def headline(results: Results) -> list[Cell]:
@@ -62,7 +62,7 @@ def headline(results: Results) -> list[Cell]:
 
 
 def _perplexity_sentences(best: Summary, plain: Summary | None) -> list[Cell]:
-    """Returns sentences on the perplexity of an arm and of the arm without a penalty; empty without completions."""
+    """Returns sentences on the perplexity with and without a penalty; empty if no task has completions."""
     sentences = []
     for row in (best, *([plain] if plain and plain != best else [])):
         if row.added_perplexity is not None:
@@ -75,7 +75,7 @@ def _perplexity_sentences(best: Summary, plain: Summary | None) -> list[Cell]:
 
 
 def _method_headline(results: Results) -> list[Cell]:
-    """Returns the conclusion on merge methods, one sentence for each arm."""
+    """Returns the conclusion on the merge methods, one sentence for each arm."""
     sentences = []
     for arm in results.arms:
         rows = {row.method: row for row in results.summary if row.arm == arm.name}
@@ -93,7 +93,7 @@ def _method_headline(results: Results) -> list[Cell]:
 
 
 def _conclusion(best: Summary, plain: Summary) -> str:
-    """Returns the first sentence of the conclusion on an arm with a penalty and one without; may be empty."""
+    """Returns a sentence that compares an arm with the arm without a penalty; empty if neither conclusion holds."""
     if plain.added >= plain.individual:
         return "These vectors do not interfere with each other, with or without a penalty. "
     if best.recovered is None:
@@ -212,7 +212,7 @@ def _bars(results: Results) -> ReportFigure | None:
 
 
 def by_task(results: Results) -> Section:
-    """Returns the section with the accuracies of every task."""
+    """Returns the section with the accuracies on every task."""
     return Section(
         id="tasks",
         title="Results by task",
@@ -275,7 +275,7 @@ def _task_table(results: Results, arm: ArmResult) -> ReportTable:
 
 
 def over_alpha(results: Results) -> Section | None:
-    """Returns the section with the accuracy over α and the α selected on the validation examples."""
+    """Returns the section with the accuracy as a function of α and the α selected on the validation examples."""
     sweeps = {arm.name: sweep for arm in results.arms if (sweep := mean_sweep(arm.seeds))}
     if not sweeps:
         return None
@@ -332,7 +332,7 @@ def over_alpha(results: Results) -> Section | None:
 
 
 def _method_sweeps(arm: ArmResult) -> dict[str, SweepResult]:
-    """Returns the sweep averaged over seeds, for each merge method that was evaluated at every α."""
+    """Returns the sweep of each merge method that was evaluated at every α, averaged over seeds."""
     first, *others = arm.seeds[0].added
     curves = {first: mean_sweep(arm.seeds)}
     curves |= {label: mean_sweep([seed.added[label] for seed in arm.seeds]) for label in others}
@@ -340,7 +340,7 @@ def _method_sweeps(arm: ArmResult) -> dict[str, SweepResult]:
 
 
 def _best_alphas(arm: ArmResult, label: str) -> list[BestAlpha]:
-    """Returns the best α of a merge method for each seed; empty if it was evaluated at α = 1 only."""
+    """Returns the best α of a merge method for each seed; empty if the method was evaluated only at α = 1."""
     is_first = label == next(iter(arm.seeds[0].added))
     entries = [seed.best if is_first else seed.added[label].best for seed in arm.seeds]
     return [entry for entry in entries if entry]

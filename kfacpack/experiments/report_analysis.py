@@ -1,4 +1,4 @@
-"""Report sections on the mechanism (disentanglement, localisation, drift, spectra), the bundles and the provenance."""
+"""The sections of a report on disentanglement, localisation, drift, spectra, the bundles and the provenance."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kfacpack.experiments.results_schema import Results, Times
 
 
 def disentanglement(results: Results) -> Section | None:
-    """Returns the section with ξ of pairs of vectors."""
+    """Returns the section on the disentanglement error ξ for pairs of vectors."""
     by_arm = [(number, arm, mean_maps(arm.seeds)) for number, arm in enumerate(results.arms, 1)]
     if not any(maps for _, _, maps in by_arm):
         return None
-    # A common colour scale makes the maps comparable.
+    # With a common colour scale, the maps can be compared.
     top = max(value for _, _, maps in by_arm for result, _ in maps for row in result.xi for value in row)
     pictures = [
         ReportFigure(
@@ -48,7 +48,7 @@ def disentanglement(results: Results) -> Section | None:
 
 
 def localisation(results: Results) -> Section | None:
-    """Returns the section on where the vectors change the model's output."""
+    """Returns the section on localisation: on which tasks the vectors change the model's output."""
     by_arm = [
         (number, arm, seeds)
         for number, arm in enumerate(results.arms, 1)
@@ -65,7 +65,7 @@ def localisation(results: Results) -> Section | None:
                 file=file_name("localisation", number, arm.name),
                 figure="localisation",
                 data=first.model_dump(mode="json"),
-                alt=f"For each vector of arm {arm.name}: the change of f on its own task and on the other tasks.",
+                alt=f"For each vector of arm {arm.name}: the change in f on its own task and on the other tasks.",
                 caption=f"{arm.name}, seed {seeds[0].seed}",
             )
         )
@@ -172,7 +172,7 @@ def spectra(results: Results) -> Section | None:
 
 
 def bundles(results: Results) -> Section | None:
-    """Returns the section with the sizes of the bundles and the errors of the merged ones."""
+    """Returns the section with the sizes of the bundles and the errors of the merged bundles."""
     tables = [
         *([_task_bundles(results)] if results.bundles else []),
         *([_merged_bundles(results)] if results.merges else []),

@@ -1,6 +1,7 @@
 """The content of a report: sections with text, tables and figures, and all numbers at full precision.
 
-This is the content of `report.json`, from which the page is rendered. Helpers average over seeds and build file names.
+This is the content of `report.json`, from which the page is rendered. The module also contains helpers that average
+over seeds and build file names.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kfacpack.format.units import (
 
 
 def file_name(figure: str, number: int, *names: str) -> str:
-    """Returns a file name such as `figure-1-arm-task`, consisting of lower-case letters, digits and dashes only."""
+    """Returns a file name such as `figure-1-arm-task`, which consists of lower-case letters, digits and dashes."""
     words = (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:24] for name in names)
     return "-".join((figure, str(number), *filter(None, words)))
 
@@ -52,7 +53,7 @@ _FORMATTERS: dict[str, Callable[..., str]] = {
 
 
 class ReportModel(BaseModel):
-    """Base class of the parts of a report. Its instances are immutable."""
+    """Base class for the parts of a report. Instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -96,7 +97,7 @@ class ReportFigure(ReportModel):
     figure: str
     """Name of the drawing function in `FIGURES`."""
     data: Any
-    """Data argument of the drawing function."""
+    """First argument of the drawing function."""
     options: dict[str, Any] = {}
     """Keyword arguments of the drawing function."""
     alt: str
@@ -116,7 +117,7 @@ class Section(ReportModel):
     id: str
     title: str
     how_to_read: str
-    """Explanation below the title."""
+    """Explanation shown below the title."""
     tables: list[ReportTable] = []
     pictures: list[ReportFigure] = []
     listings: list[CodeListing] = []
@@ -133,7 +134,7 @@ class ReportContent(ReportModel):
 
 
 def text(value: str | None) -> Cell:
-    """Returns a cell of text."""
+    """Returns a text cell."""
     return Cell(kind="text", value=value)
 
 
@@ -144,7 +145,7 @@ def joined_text(cells: Sequence[Cell]) -> str:
 
 
 def over_seeds(kind: CellKind, values: Iterable[float | None]) -> Cell:
-    """Returns a cell with the mean and, for several values, the standard deviation; None values are ignored."""
+    """Returns a cell with the mean and, if there are several values, the standard deviation. Ignores None values."""
     present = [value for value in values if value is not None]
     if not present:
         return Cell(kind=kind, value=None)
@@ -152,7 +153,7 @@ def over_seeds(kind: CellKind, values: Iterable[float | None]) -> Cell:
 
 
 def mean_sweep(seeds: Sequence[SeedResult | AddedResult]) -> SweepResult | None:
-    """Averages the sweeps of an arm, or of one of its merge methods, over seeds; None if there are none."""
+    """Averages the sweeps of an arm, or of one of its merge methods, over seeds; None if there are no sweeps."""
     sweeps = [seed.sweep for seed in seeds if seed.sweep]
     if not sweeps:
         return None

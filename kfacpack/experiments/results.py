@@ -1,4 +1,4 @@
-"""Collects the results of a run into the content of `results.json`, and records its progress.
+"""Collects the results of a run for `results.json`, and records the progress of the run.
 
 The content of `results.json` depends neither on the clock, nor on how often the run was interrupted, nor on the number
 of workers. Times and events are written separately by `RunRecord`, to `events.jsonl` and `times.json`.
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 RESULTS, TIMES, EVENTS = "results.json", "times.json", "events.jsonl"
 _NOISE = 1e-9
-"""Differences below this are rounding errors of means. One example in ten million changes a mean by 1e-7."""
+"""Differences below this value are rounding errors of means. One example in ten million changes a mean by 1e-7."""
 
 
 def results(graph: StageGraph, text: str) -> dict[str, Any]:
     """Reads the files of all stages and returns the content of `results.json`.
 
     Args:
-        graph: The stages of the run, all of which must be done.
+        graph: The stages of the run, all of which must have written their files.
         text: The YAML text of the plan.
     """
     plan, context = graph.plan, graph.context
@@ -167,7 +167,7 @@ def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
         label: {"alpha": 1.0, **evaluation_result({task: stage.at(1.0) for task, stage in stages.items()}, individual)}
         for label, stages in run.sums.items()
     }
-    # The sweep of the first method is recorded as that of the seed.
+    # The sweep of the first method is recorded in the entry of the seed itself.
     first, *others = (_sweep(run.sums[label], validation) for label, validation in run.validation.items())
     for label, sweep in zip(list(run.validation)[1:], others, strict=True):
         added[label] |= sweep
@@ -202,14 +202,14 @@ def _sweep(test: Mapping[str, SweepStage], validation: Mapping[str, SweepStage])
 
 
 def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Summarises arms by their means over tasks and seeds, and their standard deviations over seeds.
+    """Summarises each arm by its means over tasks and seeds and its standard deviations over seeds.
 
     Args:
         arms: The `arms` of `results.json`.
 
     Returns:
         One entry for each arm and merge method. `recovered` is the fraction by which an arm reduces the accuracy loss
-        from adding, compared with the baseline arm; None without a baseline, or if the baseline has no loss.
+        from adding, compared with the baseline arm; None if there is no baseline, or if it has no loss.
     """
     lines = [_line(arm, method) for arm in arms for method in arm["seeds"][0]["added"]]
     baseline = next((line for line in lines if line["arm"] == BASELINE), None)
@@ -231,7 +231,7 @@ def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
     individual = [fmean(seed["individual"].values()) for seed in seeds]
     added = [seed["added"][method]["mean"] for seed in seeds]
     first = method == next(iter(seeds[0]["added"]))
-    # The best α of the first method is that of the seed.
+    # The best α of the first method is recorded in the entry of the seed itself.
     best_alphas = [seed["best"] if first else seed["added"][method].get("best") for seed in seeds]
     chosen = [entry for entry in best_alphas if entry]
     negated = [entry for seed in seeds if seed["negation"] for entry in seed["negation"]["tasks"].values()]
@@ -262,9 +262,9 @@ def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Averages the values that are not None; returns None if all are.
+    """Averages the values that are not None; returns None if all values are None.
 
-    For example, there is no removed fraction for tasks whose accuracy was not above chance before the subtraction.
+    For example, the removed fraction is None for tasks whose accuracy was not above chance before the subtraction.
     """
     present = [value for value in values if value is not None]
     return fmean(present) if present else None
@@ -281,14 +281,14 @@ class StageEvent(TypedDict):
     time: float
     """Time of the event, in seconds since 1970-01-01 UTC."""
     event: Literal["started", "finished", "retried", "failed", "interrupted"]
-    """retried: the worker died, and the stage is computed again. failed: the run ends. interrupted: the state of the
-    stage was saved."""
+    """Type of the event. retried: the worker died, and the stage is computed again. failed: the run ends. interrupted:
+    the state of the stage was saved."""
     stage: str
     """Kind and name of the stage, such as bundles/digits.kronecker.seed-0."""
     worker: int
     """Number of the worker, from 1; 0 if the stage runs in the process of the command."""
     device: str
-    """Device of the stage's model."""
+    """Device on which the stage runs."""
     node: NotRequired[str]
     """Address of the machine; only on a Ray cluster."""
     seconds: NotRequired[float]
@@ -296,7 +296,7 @@ class StageEvent(TypedDict):
     error: NotRequired[str]
     """Reason why the stage was retried or failed."""
     log: NotRequired[str]
-    """Log file of the worker of a stage that was retried or failed."""
+    """Log file of the worker whose stage was retried or failed."""
 
 
 class RunRecord:
@@ -305,7 +305,7 @@ class RunRecord:
     Args:
         root: Folder of the run.
         stages: All stages of the run.
-        events: The open `events.jsonl`.
+        events: The file `events.jsonl`, opened for appending.
         on_event: Called with each event.
         peak_bytes: Function that returns the peak memory of the run in bytes.
     """
@@ -375,7 +375,7 @@ def open_events(root: Path) -> IO[str]:
 
 
 def _read_times(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads the durations of earlier runs by key; an unreadable file is ignored because nothing depends on it."""
+    """Reads the durations from earlier runs, by key; an unreadable file is ignored because nothing depends on it."""
     try:
         content = json.loads(path.read_bytes())
         stages = [*content["stages"], *content.get("others", ())]

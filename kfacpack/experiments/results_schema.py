@@ -1,4 +1,4 @@
-"""Schema of `results.json` and `times.json`: reading, validation and warnings about unknown keys."""
+"""Schema of `results.json` and `times.json`, with functions that read and validate these files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kfacpack.errors import KfacpackError, abbreviate, printable
 
 
 class UnknownKeyWarning(UserWarning):
-    """Issued if a file contains unknown keys, which are ignored. They may be misspelt, or from a newer version."""
+    """Issued when a file contains unknown keys, which are ignored. They may be misspelt or from a newer version."""
 
 
 def unknown_keys(value: Any, key_path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -42,9 +42,9 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class ResultModel(BaseModel):
-    """Base class of the parts of `results.json` and `times.json`. Its instances are immutable."""
+    """Base class for the parts of `results.json` and `times.json`. Instances are immutable."""
 
-    # Extra keys lead to a warning only: a newer version may have added them.
+    # Extra keys cause only a warning, because a newer version may have added them.
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
@@ -63,7 +63,7 @@ class SweepResult(ResultModel):
 
 
 class DisentanglementResult(ResultModel):
-    """ξ(α₁, α₂) of two vectors, on a square grid of α."""
+    """Disentanglement error ξ(α₁, α₂) of two vectors, on a square grid of values of α."""
 
     tasks: tuple[str, str]
     alphas: list[FiniteFloat] = Field(min_length=1)
@@ -87,7 +87,7 @@ class Quantiles(ResultModel):
 
 
 class LocatedTask(ResultModel):
-    """‖Δf‖² of one vector on its own task and on the others."""
+    """Change ‖Δf‖² that one vector causes on its own task and on the others."""
 
     on: Quantiles
     off: Quantiles
@@ -96,7 +96,7 @@ class LocatedTask(ResultModel):
 
 
 class LocalisationResult(ResultModel):
-    """Localisation of all vectors of an arm."""
+    """Localisation results for all vectors of an arm."""
 
     vectors: dict[str, LocatedTask] = Field(min_length=1)
     auroc: FiniteFloat
@@ -112,7 +112,7 @@ class DriftPair(ResultModel):
 
 
 class LayerDrift(DriftPair):
-    """Drift of one block alone."""
+    """Predicted and measured drift of a single block of one vector on one task."""
 
     block: str
 
@@ -160,11 +160,11 @@ class NegatedTask(ResultModel):
     control: FiniteFloat
     control_before: FiniteFloat
     control_task: str | None = None
-    """The control task: that of the plan or, if this task is itself negated, its substitute."""
+    """The control task: the one set in the plan or, when that task is itself negated, its substitute."""
 
 
 class NegationResult(ResultModel):
-    """Negation of all tasks of an arm."""
+    """Results of negating each task of an arm."""
 
     control: str
     keep: FiniteFloat
@@ -172,13 +172,13 @@ class NegationResult(ResultModel):
 
 
 class TaskAccuracy(ResultModel):
-    """Accuracy, absolute and relative to that of the task's own vector."""
+    """Accuracy with the combined vectors, absolute and relative to that with the task's own vector."""
 
     accuracy: FiniteFloat
     normalized: FiniteFloat | None
     examples: NonNegativeInt | None = None
     perplexity: FiniteFloat | None = None
-    """Perplexity per token for a task with completions, whose accuracy is also per token; null for one with classes."""
+    """Perplexity per token if the task has completions, whose accuracy is also per token; null if it has classes."""
 
 
 class BestAlpha(ResultModel):
@@ -190,7 +190,7 @@ class BestAlpha(ResultModel):
 
 
 class AddedResult(ResultModel):
-    """Accuracies with the vectors of all tasks combined."""
+    """Accuracies of the model with the vectors of all tasks combined."""
 
     alpha: FiniteFloat
     tasks: dict[str, TaskAccuracy]
@@ -206,7 +206,7 @@ class SeedResult(ResultModel):
     seed: int
     individual: PerTask
     individual_perplexity: PerTask = {}
-    """Perplexity with each task's own vector, for tasks with completions."""
+    """Perplexity with each task's own vector; only for tasks with completions."""
     added: dict[str, AddedResult]
     """Accuracies by label of the merge method."""
     sweep: SweepResult | None = None
@@ -243,12 +243,12 @@ class ArmResult(ResultModel):
     settings: dict[str, Any] | None = None
     """Settings of the arm that override those of the plan."""
     bundle_bytes: FiniteFloat | None = None
-    """Mean size of the bundles that the penalty uses (one bundle per task)."""
+    """Mean size in bytes of the bundles that the penalty uses (one bundle per task)."""
     seeds: list[SeedResult] = Field(min_length=1)
 
 
 class Summary(ResultModel):
-    """Means of one arm and merge method over tasks and seeds."""
+    """Means over tasks and seeds for one arm and merge method."""
 
     arm: str
     method: str
@@ -264,7 +264,7 @@ class Summary(ResultModel):
     control_kept: FiniteFloat | None = None
     auroc: FiniteFloat | None = None
     individual_perplexity: FiniteFloat | None = None
-    """Geometric mean over the tasks with completions."""
+    """Geometric mean over the tasks with completions and the seeds."""
     added_perplexity: FiniteFloat | None = None
 
 
@@ -302,7 +302,7 @@ class MethodInfo(ResultModel):
     settings: dict[str, bool | int | float | str | None] = {}
     needs_bundles: bool = False
     compress: str | None = None
-    """Codec of the bundles that the method uses."""
+    """Codec with which the bundles that the method uses are compressed."""
 
 
 class BundleInfo(ResultModel):
@@ -313,7 +313,7 @@ class BundleInfo(ResultModel):
     seed: int | None
     compress: str | None = None
     settings: dict[str, Any] = {}
-    """Settings of the estimate."""
+    """Settings for the estimate."""
     file: str
     bytes: NonNegativeInt
     dense_bytes: NonNegativeInt | None
@@ -380,7 +380,7 @@ class Results(ResultModel):
         if len({arm.name for arm in self.arms}) != len(self.arms):
             raise ValueError("duplicate arm names")
         if set(self.base.tasks) != tasks:
-            raise ValueError("base: tasks differ from the list of tasks")
+            raise ValueError("base: tasks differ from those listed in `tasks`")
         for arm in self.arms:
             methods = list(arm.seeds[0].added)
             alphas = arm.seeds[0].sweep and arm.seeds[0].sweep.alphas
@@ -388,7 +388,7 @@ class Results(ResultModel):
                 where = f"arm {arm.name!r}, seed {seed.seed}"
                 by_task = [set(seed.individual), *(set(added.tasks) for added in seed.added.values())]
                 if any(names != tasks for names in by_task):
-                    raise ValueError(f"{where}: tasks differ from the list of tasks")
+                    raise ValueError(f"{where}: tasks differ from those listed in `tasks`")
                 if list(seed.added) != methods or (seed.sweep and seed.sweep.alphas) != alphas:
                     raise ValueError(f"{where}: methods or alphas differ from those of the arm's first seed")
         return self
@@ -420,7 +420,7 @@ def read_results(folder: Path) -> Results:
     """Reads and validates `results.json` in the folder of a run.
 
     Raises:
-        KfacpackError: If the file is missing, damaged or of another format.
+        KfacpackError: If the file is missing or damaged, or has another format.
     """
     file = folder / "results.json"
     if not file.is_file():
@@ -430,13 +430,13 @@ def read_results(folder: Path) -> Results:
     if version != FORMAT:
         raise KfacpackError(
             f"{file}: not the results of a run: format is {printable(repr(version))}, expected {FORMAT!r}. "
-            "Pass the folder of a `kfacpack run`; to read results of a newer version of kfacpack, install that version"
+            "Pass the folder of a `kfacpack run`; to read results from a newer version, install that version"
         )
     return _validate(file, content, Results)
 
 
 def read_times(folder: Path) -> Times | None:
-    """Reads and validates `times.json` in the folder of a run; None if there is no such file.
+    """Reads and validates `times.json` in the folder of a run; returns None if there is no such file.
 
     Raises:
         KfacpackError: If the file is damaged.
@@ -451,7 +451,8 @@ def _read_json(file: Path) -> Any:
     except OSError as error:
         raise KfacpackError(f"{file}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise KfacpackError(f"{file}: damaged: not valid JSON ({error}). Write it again with `kfacpack run`") from error
+        problem = f"{file}: damaged: not valid JSON ({error})"
+        raise KfacpackError(f"{problem}. Run the plan again with `kfacpack run`") from error
 
 
 def _validate(file: Path, content: Any, kind: type[ResultT]) -> ResultT:
@@ -464,7 +465,7 @@ def _validate(file: Path, content: Any, kind: type[ResultT]) -> ResultT:
         problem = printable(first["msg"].removeprefix("Value error, "))
         raise KfacpackError(
             f"{file}: {key_path + ': ' if key_path else ''}{problem}{f', got {value}' if value else ''}. "
-            "The file does not have the format that `kfacpack run` writes; write it again"
+            "The file does not have the format that `kfacpack run` writes; run the plan again"
         ) from error
     if unknown := list(unknown_keys(model)):
         problem = f"{file}: unknown keys are ignored: {printable(abbreviate(unknown, limit=3))}"

@@ -1,6 +1,6 @@
-"""Executes a plan: computes the missing files, stage by stage, and collects the results.
+"""Executes plans: computes the missing files, stage by stage, and collects the results.
 
-`RunContext` holds the objects that the stages share: the model, the tasks, their heads and evaluation sets.
+`RunContext` holds the objects that the stages share: the model, and the tasks with their heads and evaluation sets.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
     from kfacpack.tasks.task import Task
 
     StageCallback = Callable[[int, int, str], None]
-    """Called with the number of units done, their total and a message."""
+    """Called with the number of completed units, the total number of units and a status message."""
 
     StageDisplay = Callable[[Stage, int, int], AbstractContextManager[StageCallback]]
-    """Called with a stage, its number from 1 and the number of stages; returns a context with a progress callback."""
+    """Called with a stage, its number and the number of stages; returns a context that yields the progress callback."""
 
 
 class RunContext:
@@ -109,7 +109,7 @@ class RunContext:
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """The torch version, the kind of device and, on a CPU, the number of threads; rounding depends on all of them.
+        """The torch version, the kind of device and, on a CPU, the number of threads, all of which affect rounding.
 
         Two devices of the same kind are considered equal. The compute dtype is part of `model_key`.
         """
@@ -152,10 +152,10 @@ class RunContext:
         return self._fingerprints[task, split]
 
     def _with_files(self, task: str, split: str, examples: str) -> str:
-        """Adds the files of the split and the names of the classes to a fingerprint of examples.
+        """Combines a fingerprint of examples with the files of their split and the names of the classes.
 
-        The fingerprint covers only some of the examples, so the content of all files is added. Heads depend on the
-        names of the classes.
+        The fingerprint covers only some of the examples, whereas the files contain all of them. The names are included
+        because heads depend on them.
         """
         loaded = self.task(task)
         listing = loaded.listing(split)
@@ -186,7 +186,7 @@ class RunContext:
         }
 
     def use_keys(self, keys: dict[str, Any]) -> None:
-        """Uses the hashes that `shared_keys` returned in another process."""
+        """Uses hashes that another process computed, as returned by its method `shared_keys`."""
         self.model_key = keys["model"]
         self.environment = keys["environment"]
         self._fingerprints = {(task, split): value for task, split, value in keys["data"]}
@@ -197,7 +197,7 @@ class RunContext:
 
         Raises:
             KfacpackError: If a task or the model cannot be loaded, a task has fewer than two classes, a measurement
-                needs classes that a task does not have, the head does not fit the model, or a checkpoint does not
+                needs classes that a task does not have, the model cannot use the head, or a checkpoint does not
                 exist; the message starts with the location in the plan.
         """
         tasks = [self.task(section.name) for section in self.plan.tasks]
@@ -225,12 +225,12 @@ class RunContext:
         return self._heads[task]
 
     def evaluation_set(self, task: str, split: str = "test", examples: str | None = None) -> EvaluationSet:
-        """Returns examples of a task.
+        """Returns the evaluation set for a split of a task.
 
         Args:
             task: Name of the task.
             split: Name of the split.
-            examples: `"all"`, a number or a percentage; None for the plan's `evaluation.examples`.
+            examples: Examples to use: `"all"`, a number or a percentage; None for the plan's `evaluation.examples`.
         """
         examples = examples or self.plan.evaluation.examples
         key = task, split, examples
@@ -256,23 +256,23 @@ def run(
     ray: str | None = None,
     scale: str | None = None,
 ) -> dict[str, Any]:
-    """Runs a plan: estimates, merges, trains, adds and measures, like `kfacpack run`.
+    """Runs a plan, like `kfacpack run`: estimates, merges, trains, adds and measures.
 
     Args:
         plan: Path of the plan, a YAML file.
-        output: Folder of the run. Defaults to a folder in the current one, named after the plan. Existing files are
-            not computed again.
-        device: Device of the model; `"auto"` is the first GPU, if there is one.
-        show: Called for each stage that is executed; returns a context manager with the progress callback.
+        output: Folder of the run. Defaults to a folder in the working directory that is named after the plan. Existing
+            files are not computed again.
+        device: Device of the model; `"auto"` uses the first GPU, if there is one.
+        show: Called for each stage that is executed; returns a context manager that yields the progress callback.
         stopped: Function that returns True when the run should stop. Calling `run` again resumes it.
-        jobs: Number of processes that compute independent stages; with 1, stages run in this process. None chooses
-            the number as `kfacpack run` does. The results do not depend on it.
+        jobs: Number of processes that compute independent stages. With 1, stages run in this process; with None, the
+            number is chosen as by `kfacpack run`. The results do not depend on the number.
         threads: Number of threads of each stage, which affects rounding. Defaults to OMP_NUM_THREADS or, if that is not
             set, to a number that depends on the size of the model.
         ray: Address of a Ray cluster that computes the stages; `"auto"` finds a running cluster or else starts one on
-            this machine; `"local"` always starts one. `jobs` is then the maximum number of workers, None for as many
-            as the cluster has resources for.
-        scale: Entry of the plan's `scales` that overrides its settings.
+            this machine; `"local"` always starts one. `jobs` is then the maximum number of workers; with None,
+            the number is limited only by the resources of the cluster.
+        scale: Name of an entry in the plan's `scales`; the settings in this entry override those of the plan.
 
     Returns:
         The content of `results.json`.
@@ -303,10 +303,10 @@ class Run:
         root: Folder of the run.
         device: Device of the model.
         jobs: Maximum number of processes that compute stages, reduced if they do not fit into memory; None for the
-            default, see `default_jobs`. With several, the constructor may start them; use the object as a context
-            manager to terminate them.
+            default, see `default_jobs`. If there are several, the constructor may start them, and the object must be
+            used as a context manager, which terminates them.
         threads: Number of threads of each stage; None for the default, see `stage_threads`.
-        ray: Address of a Ray cluster that computes the stages, see `RayPool`; None for processes on this machine.
+        ray: Address of a Ray cluster that computes the stages (see `RayPool`); None for processes on this machine.
 
     Raises:
         KfacpackError: If a task or the model cannot be used as the plan specifies, `jobs` or `threads` is not
@@ -337,7 +337,7 @@ class Run:
         with ExitStack() as self._cleanup:
             self._pool = self._cleanup.enter_context(ProcessPool(run_setup(plan, text), root, device))
             if ray is None and not (root / RESULTS).exists():
-                # Workers need seconds to import torch; the plan is checked meanwhile. Unused ones are terminated later.
+                # Workers take seconds to import torch; the plan is checked meanwhile. Unused ones are terminated later.
                 known_small = device.type == "cpu" and plan.model.name in EMBEDDED_MODELS
                 early = jobs or (default_jobs(device, stage_threads(device, 0, threads)) if known_small else 1)
                 self._pool.resize(min(early, usable_cores()) if early > 1 else 0)
@@ -390,7 +390,7 @@ class Run:
         """Computes the missing files and writes `results.json` and `times.json`.
 
         Args:
-            show: Called for each stage that is executed; returns a context manager with the progress callback.
+            show: Called for each stage that is executed; returns a context manager that yields the progress callback.
             stopped: Function that returns True when the run should stop, possibly in the middle of a stage.
             on_event: Called with each event of a stage, as written to `events.jsonl`.
 
@@ -417,7 +417,7 @@ class Run:
         return content
 
     def _start_workers(self) -> WorkerPool | None:
-        """Starts the workers; returns None if the stages are to be computed in this process."""
+        """Starts the workers and returns their pool; returns None if this process computes the stages."""
         pending = len(self.pending())
         jobs = min(self.jobs, pending)
         self._pool.resize(jobs if jobs > 1 else 0)
@@ -464,7 +464,7 @@ def peak_bytes() -> int:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Sets the number of threads of torch."""
+    """Temporarily sets the number of threads that torch uses."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

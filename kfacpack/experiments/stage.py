@@ -1,11 +1,11 @@
-"""Stages of a run. Each computes one file from the files of other stages.
+"""Stages of a run. Each stage computes one file from the files of other stages.
 
 The key of a stage is a hash of everything that determines the content of its file: its kind, its settings, the keys of
 its inputs, the model, the data, the versions of kfacpack and torch, the kind of device and, on a CPU, the number of
-threads. The key is part of the file name. An existing file is therefore up to date, and a change of settings leads to
-another name.
+threads. The key is part of the file name. An existing file is therefore up to date, and different settings lead to a
+different name.
 
-This module also builds the equivalent `kfacpack` command lines. Paths in them are relative to the folder of the run.
+This module also builds the equivalent `kfacpack` command lines, in which paths are relative to the folder of the run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def command(*words: object) -> str:
 
 
 def optional(flag: str, value: object, default: object = None) -> tuple[object, ...]:
-    """Returns a flag and its value; nothing if the value is the default."""
+    """Returns a flag and its value, or an empty tuple if the value is the default."""
     return () if value == default else (flag, value)
 
 
@@ -68,6 +68,16 @@ def model_options(plan: Plan, root: Path) -> tuple[object, ...]:
     )
 
 
+def params_setting(plan: Plan) -> dict[str, Any]:
+    """Returns the patterns of the plan's parameters as a setting of a stage; empty if the plan does not choose any."""
+    return {"params": list(plan.model.params)} if plan.model.params else {}
+
+
+def params_options(plan: Plan) -> tuple[str, ...]:
+    """Returns the command-line options that choose the parameters of the plan."""
+    return tuple(word for pattern in plan.model.params or () for word in ("--params", pattern))
+
+
 def task_options(plan: Plan, name: str, root: Path) -> tuple[object, ...]:
     """Returns the command-line options for the task `name`; `root` is the folder of the run."""
     task = plan.task(name)
@@ -76,13 +86,13 @@ def task_options(plan: Plan, name: str, root: Path) -> tuple[object, ...]:
 
 
 def task_data_option(plan: Plan, name: str, root: Path) -> str:
-    """Returns a task for `--reg-data`: `TASK`, or `TASK=DIR` for a task with its own data."""
+    """Returns the value of `--reg-data` for a task: `TASK`, or `TASK=DIR` for a task with its own data."""
     data = plan.task(name).data
     return command_path(plan, data, root, f"{name}=") if data else name
 
 
 def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
-    """Returns a path of the plan in the form in which commands use it.
+    """Converts a path in the plan to a path for a command line.
 
     Args:
         plan: The plan, which defines the base folder of relative paths.
@@ -91,7 +101,8 @@ def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
         prefix: Text to put before the path in the same word.
 
     Returns:
-        A path relative to `root`. Absolute paths are kept as written, including variables, and are then quoted.
+        A path relative to `root`. Absolute paths and dataset addresses are kept as written; a path with variables is
+            returned as a `QuotedWord`.
     """
     if is_dataset_address(path):
         return prefix + path
@@ -109,12 +120,12 @@ def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
 
 
 _MAX_NAME_BYTES = 160
-"""Maximum length of a stage's name in its file name. File systems allow 255 bytes; the key and suffixes follow."""
+"""Maximum length of the stage name in a file name. File systems allow 255 bytes, including the key and suffixes."""
 
 
 @dataclass
 class StageProgress:
-    """Callbacks of a running stage: `progress` receives its progress, `stopped` returns whether to stop."""
+    """Callbacks for a running stage: `progress` receives its progress, and `stopped` returns whether it should stop."""
 
     progress: Callable[[int, int, str], None] = lambda done, total, status: None
     stopped: Callable[[], bool] = lambda: False
@@ -124,7 +135,7 @@ class StageProgress:
         self.progress(done, total, "")
 
     def interruptible(self) -> StageProgress:
-        """Returns callbacks for work without checkpoints. Once a stop is requested, `progress` raises `Interrupted`."""
+        """Returns callbacks for work that saves no state; `progress` raises `Interrupted` once a stop is requested."""
 
         def progress(done: int, total: int, status: str) -> None:
             self.progress(done, total, status)
@@ -136,7 +147,7 @@ class StageProgress:
 
 @dataclass(frozen=True, eq=False)
 class Stage(ABC):
-    """A unit of work of a run, with one output file."""
+    """A unit of work in a run, which writes one output file."""
 
     kind: ClassVar[str]
     """Folder for the files of this kind of stage."""
@@ -159,7 +170,7 @@ class Stage(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Returns all settings that determine the output, apart from model, inputs and versions."""
+        """Returns all settings that determine the output, except for the model, the inputs and the versions."""
 
     @abstractmethod
     def make(self, monitor: StageProgress) -> None:
@@ -170,7 +181,7 @@ class Stage(ABC):
         """Returns the approximate cost, in forward passes of one example."""
 
     def command(self) -> str | None:
-        """Returns the command that writes the same file in the folder of the run, or None if there is none."""
+        """Returns the command that writes the same file in the folder of the run; None if there is no such command."""
         return None
 
     @cached_property
@@ -188,7 +199,7 @@ class Stage(ABC):
 
     @property
     def path(self) -> Path:
-        """The existing file with this key, whatever its name; otherwise the file to be written."""
+        """Path of the file with this key, whatever its name; if there is none, path of the file to be written."""
         end = f"{self.key[:12]}{self.suffix}"
         # Names may be truncated: the key alone identifies the file.
         name = self.name.replace("/", "-").replace(" ", "-").encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
@@ -214,7 +225,7 @@ class Stage(ABC):
 
 @dataclass(frozen=True, eq=False)
 class MeasurementStage(Stage):
-    """A stage whose output is JSON."""
+    """Base class for stages whose output is a JSON file with measured values."""
 
     @abstractmethod
     def measure(self, monitor: StageProgress) -> Mapping[str, Any]:
@@ -229,7 +240,7 @@ class MeasurementStage(Stage):
         """Reads the measured values.
 
         Raises:
-            KfacpackError: If the file was changed since it was written.
+            KfacpackError: If the file is missing or has been changed since it was written.
         """
         if (values := self._read_intact()) is None:
             raise KfacpackError(f"{self.path}: content does not match its SHA-256. Delete the file and rerun the plan")
@@ -254,13 +265,13 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class SealedStage(Stage):
-    """Base class of stages whose output is a bundle or a task vector."""
+    """Base class for stages whose output is a bundle or a task vector."""
 
     opens: ClassVar[type[Bundle] | type[VectorFile]]
-    """Class that opens the file; it raises `BundleError` if the header or the length is wrong."""
+    """Class that opens the file; its constructor raises `BundleError` if the header or the file size is wrong."""
 
     def intact(self) -> bool:
-        """Returns whether the header is valid and the file is complete; tensors are checked when they are read."""
+        """Returns whether the header is valid and the file is complete; the tensors are checked when they are read."""
         try:
             self.opens(self.path)
         except BundleError:
@@ -270,7 +281,7 @@ class SealedStage(Stage):
 
 @dataclass(frozen=True, eq=False)
 class BundleStage(SealedStage):
-    """Base class of stages whose output is a bundle."""
+    """Base class for stages whose output is a bundle."""
 
     suffix: ClassVar[str] = ".kfac"
     opens = Bundle
@@ -278,7 +289,7 @@ class BundleStage(SealedStage):
 
 @dataclass(frozen=True, eq=False)
 class VectorStage(SealedStage):
-    """Base class of stages whose output is a task vector."""
+    """Base class for stages whose output is a task vector."""
 
     suffix: ClassVar[str] = ".safetensors"
     opens = VectorFile

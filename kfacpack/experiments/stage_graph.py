@@ -46,11 +46,11 @@ class ArmRun:
     vectors: dict[str, TaskVectorStage]
     """Stages that write the vectors, by task."""
     own: dict[str, SweepStage]
-    """Stages that evaluate each vector on the test split of its own task, by task."""
+    """Stages that evaluate the vector of each task on the test split of the same task, by task."""
     sums: dict[str, dict[str, SweepStage]]
     """Stages that evaluate the combined vectors on the test splits, by label of the merge method and by task."""
     validation: dict[str, dict[str, SweepStage]]
-    """Stages that evaluate the combined vectors on the validation splits, for methods that are evaluated at every α."""
+    """Stages that evaluate the combined vectors on the validation splits; only for methods evaluated at every α."""
     negated: dict[str, NegationStage]
     """Stages that negate the vectors, by task."""
     pairs: tuple[DisentanglementStage, ...]
@@ -98,7 +98,7 @@ class StageGraph:
         return self.context.plan
 
     def in_order(self) -> list[Stage]:
-        """Returns every stage once, after its inputs; within a seed, stages of the same kind are consecutive."""
+        """Returns every stage once, each after its inputs; for each seed, stages of the same kind are consecutive."""
         requested: list[Stage] = list(self.base.values())
         for seed in self.plan.seeds:
             of_seed = [arm_run for arm_run in self.arm_runs if arm_run.seed == seed]
@@ -151,7 +151,7 @@ class StageGraph:
         return kind(self.context, self.root, *settings)
 
     def _method_bundles(self, method: MethodSection, seed: int) -> tuple[EstimateStage | CompressStage, ...]:
-        """Returns the bundles of all tasks, for a method that needs them."""
+        """Returns the stages that write the bundles of all tasks; empty if the method needs no bundles."""
         if not method.needs_bundles:
             return ()
         bundles = [self._bundle("kronecker", task.name, seed) for task in self.plan.tasks]
@@ -160,7 +160,7 @@ class StageGraph:
     def _compressed(
         self, bundle: EstimateStage, codec: str | None, budget: str | None
     ) -> EstimateStage | CompressStage:
-        """Returns the stage of a compressed bundle or, without a codec or budget, that of the bundle itself."""
+        """Returns the stage that compresses a bundle, or `bundle` itself if there is neither a codec nor a budget."""
         if (spec := codec or budget) is None:
             return bundle
         stage = self._stage(CompressStage, bundle, spec, budget is not None)
@@ -217,7 +217,7 @@ class StageGraph:
 
 
 def _visit(stage: Stage, ordered: dict[str, Stage]) -> None:
-    """Appends a stage after its inputs, depth first."""
+    """Adds the inputs of a stage, depth first, and then the stage itself."""
     if stage.key in ordered:
         return
     for dependency in stage.inputs:
@@ -226,5 +226,5 @@ def _visit(stage: Stage, ordered: dict[str, Stage]) -> None:
 
 
 def including_one(alphas: list[float]) -> tuple[float, ...]:
-    """Returns the sorted values of α, with α = 1 (vectors used as they are) added if it is missing."""
+    """Returns the sorted values of α, with α = 1 (unscaled vectors) added if it is missing."""
     return tuple(sorted({1.0, *alphas}))

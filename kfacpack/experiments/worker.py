@@ -1,4 +1,4 @@
-"""The computation of stages in workers, one at a time.
+"""Computes stages in workers, one at a time.
 
 `python -m kfacpack.experiments.worker` is the program of a worker process. It exchanges JSON lines with the scheduler
 through pipes, and exits when its input ends, so that no worker survives the scheduling process. The actors of
@@ -31,7 +31,7 @@ _PROGRESS_SECONDS = 0.1
 
 
 def run_setup(plan: Plan, text: str) -> dict[str, Any]:
-    """Returns JSON settings from which another process builds the context of the run; see `open_context`.
+    """Returns settings, to be sent as JSON, from which `open_context` builds the context of the run in a worker.
 
     Args:
         plan: The plan.
@@ -72,7 +72,7 @@ def compute(
     stopped: Callable[[], bool],
     on_warning: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Computes a stage in a worker. Output and tracebacks go to stderr.
+    """Computes a stage in a worker. Warnings and tracebacks are printed to stderr.
 
     Args:
         stage: The stage.
@@ -116,7 +116,7 @@ def compute(
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """Prints the traceback of the current exception, and returns the message about it for the scheduler."""
+    """Prints the traceback of the current exception and returns the message that reports it to the scheduler."""
     traceback.print_exc()
     if isinstance(error, KfacpackError):
         return {"event": "failed", "kind": "KfacpackError", "text": str(error), "number": None, "file": None}
@@ -137,7 +137,7 @@ class _WorkerProcess:
         os.dup2(2, 1)
         self._lines: list[dict[str, Any]] = []
         self._arrived = threading.Condition()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all processes
         signal.signal(signal.SIGTERM, lambda number, frame: self._stop.set())
 
     def run(self) -> None:

@@ -1,8 +1,9 @@
-"""Bundles in several files: an index, `NAME.kfac.index.json`, and shards, which are bundles of some of the blocks.
+"""Bundles in several files: an index, `NAME.kfac.index.json`, and shards, each of which is a bundle with some blocks.
 
-The index contains a list of the shards with their digests, and the header that the bundle would have as one file. The
-manifest and the digest are therefore the same in both cases. The index is written after all shards and then renamed
-into place. The names of shards contain their digests, so a new bundle never overwrites the shards of an old one.
+The index lists the shards with their digests and contains the header that the bundle would have as a single file. The
+manifest and the digest of a bundle are therefore the same in both forms. The index is written after all shards and then
+renamed into place. The names of shards contain their digests, so a new bundle never overwrites the shards of an old
+one.
 """
 
 from __future__ import annotations
@@ -36,18 +37,21 @@ INDEX_SUFFIX = ".kfac.index.json"
 SHARD_SUFFIX = ".kfac.shard"
 INDEX_VERSION = "1.3"
 MAX_INDEX_BYTES = 4 * MAX_HEADER_BYTES
-"""Maximum size of an index in bytes. It exceeds the maximum for a header, because quotes are escaped once more."""
+"""Maximum size of an index in bytes.
+
+It exceeds the maximum size of a header, because the index contains a header as a JSON string with escaped quotes.
+"""
 
 
 class ShardEntry(NamedTuple):
-    """The entry of a shard in an index."""
+    """A shard's entry in an index."""
 
     file: str
-    """File name; shards are in the folder of the index."""
+    """File name of the shard, which is in the same folder as the index."""
     nbytes: int
     """Size in bytes."""
     sha256: str
-    """Digest of the shard."""
+    """The seal of the shard, which identifies its content."""
 
 
 def is_index(path: str | os.PathLike[str]) -> bool:
@@ -74,7 +78,7 @@ def open_container(path: str | os.PathLike[str]) -> Container:
 
 
 def index_path(path: Path) -> Path:
-    """Returns the path of the index of a bundle, given the path that it would have as one file."""
+    """Returns the path of a bundle's index, given the path that the bundle would have as a single file."""
     return path.with_name(path.name.removesuffix(".kfac") + INDEX_SUFFIX)
 
 
@@ -82,7 +86,7 @@ class ShardedContainer(Container):
     """A bundle in several files, read like a single file. If only the header is read, the shards are not opened.
 
     Args:
-        path: The index.
+        path: Location of the index.
 
     Raises:
         BundleError: If the index is invalid, or a shard is missing or belongs to another bundle.
@@ -112,13 +116,13 @@ class ShardedContainer(Container):
         except (BundleError, HubError) as error:
             problem = f"its shard {shard.file} cannot be opened: {error.problem}"
             raise BundleError(
-                self.path, problem, None, f"Put all {len(self.shards)} shards into the folder of the index"
+                self.path, problem, None, f"Put all {len(self.shards)} shards into the same folder as the index"
             ) from error
         if container.nbytes != shard.nbytes or container.metadata.get(SEAL_KEY) != shard.sha256:
             digest = (container.metadata.get(SEAL_KEY) or "none")[:16]
-            expected = f"expected {shard.nbytes} bytes, digest {shard.sha256[:16]}"
-            found = f"{container.nbytes} bytes, digest {digest}; {expected}"
-            problem = f"its shard {shard.file} belongs to another bundle or is damaged: {found}"
+            expected = f"expected {shard.nbytes} bytes and digest {shard.sha256[:16]}"
+            found = f"got {container.nbytes} bytes and digest {digest}"
+            problem = f"its shard {shard.file} belongs to another bundle or is damaged: {expected}, {found}"
             raise BundleError(self.path, problem, None, download_again(self.path))
         return container
 
@@ -134,7 +138,8 @@ class ShardedContainer(Container):
         if self._header_only:
             return specs
         if unlisted := self._containers.keys() - specs.keys():
-            raise BundleError(self.path, f"a shard has the tensor {min(unlisted)!r}, which the header does not list")
+            problem = f"a shard contains the tensor {min(unlisted)!r}, which the header does not list"
+            raise BundleError(self.path, problem)
         stored = {}
         for name, spec in specs.items():
             if name not in self._containers:
@@ -143,7 +148,7 @@ class ShardedContainer(Container):
             if (stored[name].dtype, stored[name].shape) != (spec.dtype, spec.shape):
                 found = f"is {stored[name].dtype} of shape {list(stored[name].shape)} in its shard"
                 raise BundleError(
-                    self.path, f"{found}, expected {spec.dtype} of {list(spec.shape)}", f"tensor {name!r}"
+                    self.path, f"{found}, expected {spec.dtype} of shape {list(spec.shape)}", f"tensor {name!r}"
                 )
         return stored
 
@@ -152,7 +157,7 @@ class ShardedContainer(Container):
         return self._containers[name].bytes_of(name)
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Returns a copy of a part of a tensor's bytes; see `Container.read`."""
+        """Returns a copy of part of a tensor's bytes; see `Container.read`."""
         return self._containers[name].read(name, start, stop)
 
     def file_digest(self) -> str:
@@ -161,7 +166,7 @@ class ShardedContainer(Container):
 
 
 def files_of(path: str | os.PathLike[str]) -> list[FileLocation]:
-    """Returns the locations of all files of a bundle or task vector; the index, if there is one, is last.
+    """Returns the locations of all files that make up a bundle or task vector, with the index, if any, last.
 
     Args:
         path: A path or an `hf://` reference.
@@ -180,7 +185,7 @@ def files_of(path: str | os.PathLike[str]) -> list[FileLocation]:
 
 
 def _beside(index: FileLocation, file: str, commit: str | None) -> FileLocation:
-    """Returns the location of a file in the folder of an index, at the same commit."""
+    """Returns the location of a file in the same folder as an index, at the given commit."""
     if not isinstance(index, Reference):
         return index.with_name(file)
     folder = index.file.rpartition("/")[0]
@@ -221,7 +226,11 @@ def read_index(path: FileLocation, local: Path) -> dict[str, Any]:
 
 
 def shards_of(path: FileLocation, index: dict[str, Any]) -> tuple[ShardEntry, ...]:
-    """Returns the shards of an index.
+    """Returns the shards that an index lists.
+
+    Args:
+        path: Location of the index, for error messages.
+        index: Content of the index.
 
     Raises:
         BundleError: If an entry is invalid, or a shard's name contains a folder.
@@ -243,19 +252,19 @@ def shards_of(path: FileLocation, index: dict[str, Any]) -> tuple[ShardEntry, ..
 
 
 def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> None:
-    """Stores bundles as shards, writes their index atomically, and removes obsolete shards of an old index.
+    """Stores bundles as shards, writes their index atomically, and removes obsolete shards of an index it replaces.
 
     Args:
         path: The index to write.
-        header: Length prefix and sealed header that the bundle would have as one file.
-        parts: Files and digests of the shards, in the order of the index. The files are linked or copied.
+        header: Length prefix and sealed header that the bundle would have as a single file.
+        parts: Paths and digests of the shards, in the order of the index. The files are linked or copied.
 
     Raises:
         BundleError: If a file cannot be written.
     """
     old: set[str] = set()
     stem, shards = path.name.removesuffix(INDEX_SUFFIX), []
-    # An index may come from somebody else and name any file, so only names of the form used here are removed.
+    # An index from an untrusted source may list any file. Therefore only files named as below are removed.
     own_name = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}-[0-9a-f]{{8}}{re.escape(SHARD_SUFFIX)}")
     with suppress(BundleError):
         old = {shard.file for shard in shards_of(path, read_index(path, path)) if own_name.fullmatch(shard.file)}
@@ -284,7 +293,7 @@ def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> Non
 def _link_or_copy(source: Path, target: Path) -> None:
     """Creates a hard link to a file, or a copy if links are not supported.
 
-    An existing target is replaced; according to the digest in its name, it has the same content.
+    An existing target is replaced. The digest in its name implies that its content was the same.
     """
     temporary = target.with_name(f".{target.name}.partial")
     temporary.unlink(missing_ok=True)
@@ -293,7 +302,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
     except OSError:  # another file system, or one without hard links
         try:
             shutil.copyfile(source, temporary)
-        except BaseException:  # such as a full disk
+        except BaseException:  # for example, because the disk is full
             temporary.unlink(missing_ok=True)
             raise
     temporary.replace(target)

@@ -1,12 +1,12 @@
-"""The safetensors container and the seal over it. This module does not import torch.
+"""The safetensors container and its seal. This module does not import torch.
 
     8 bytes   little-endian length n of the header
     n bytes   the header: one JSON object, tensor name -> {dtype, shape, data_offsets}, and __metadata__
     the rest  the tensors, back to back, without gaps or overlaps
 
-A header may come from an untrusted source. Its length, its nesting and its number of values are bounded, every tensor
-must lie within the file on disk, and nothing is allocated before these checks. The seal is a SHA-256 over the length
-and the header; the header contains the SHA-256 of every tensor, so the seal covers the whole file.
+A header may come from an untrusted source. Its length, nesting depth and number of values are bounded, every tensor
+must lie within the file on disk, and nothing is allocated before these checks. The seal is the SHA-256 of the length
+and the header. The header contains the SHA-256 of every tensor, so the seal covers the whole file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SealKeys(NamedTuple):
-    """The metadata keys of one kind of sealed file, and the texts with which messages describe this kind."""
+    """The metadata keys and features of one kind of sealed file, and the texts that describe this kind in messages."""
 
     manifest: str
     """Metadata key of the manifest."""
@@ -41,9 +41,9 @@ class SealKeys(NamedTuple):
     kind: str
     """Name of this kind of file."""
     usage: str
-    """Commands that accept such files, for errors about a file of the wrong kind."""
+    """Sentence that names the commands for this kind of file, shown if another kind was expected."""
     features: frozenset[str] = frozenset()
-    """The required features of this kind of file that this version supports."""
+    """Features that files of this kind may require and that this version of kfacpack supports."""
 
 
 MANIFEST_KEY = "kfac"
@@ -71,7 +71,7 @@ def seal(header: bytes, stored: str = UNSEALED) -> str:
 
     Args:
         header: The length prefix and the header, as bytes.
-        stored: The seal that `header` contains, 64 digits. It is replaced by zeros before hashing.
+        stored: The seal that `header` contains, as 64 hexadecimal digits. It is replaced by zeros before hashing.
 
     Returns:
         The SHA-256 as 64 hexadecimal digits.
@@ -108,7 +108,7 @@ DOWNLOAD_AGAIN = "The file is incomplete or damaged: download it again from its 
 
 
 def download_again(path: str | os.PathLike[str]) -> str:
-    """Returns the remedy for a damaged file. It differs between local files and files on the Hub."""
+    """Returns the remedy for a damaged file, which depends on whether the file is local or on the Hub."""
     if is_reference(path):
         return f"The cached copy is incomplete or damaged: run `kfacpack pull {os.fspath(path)}` to download it again"
     return DOWNLOAD_AGAIN
@@ -180,7 +180,7 @@ class Container:
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """All tensors by name. Evaluated lazily, so that an unknown format version is reported before other errors."""
+        """All tensors by name. They are checked lazily, so that an unknown format version is reported first."""
         specs = tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
         self._entries = {}  # saves memory when many bundles are open
         return specs
@@ -209,7 +209,7 @@ class Container:
         return memoryview(mapped)[spec.start - start :]
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Returns a copy of a part of a tensor's bytes. For small parts this is cheaper than mapping the tensor.
+        """Returns a copy of part of a tensor's bytes. For small parts, this is cheaper than mapping the tensor.
 
         Args:
             name: Name of the tensor.
@@ -255,14 +255,14 @@ class Container:
 
     def _require_unchanged(self, name: str | None = None) -> None:
         if self._file_state() != self._state:
-            problem = "the file was modified in place since it was opened"
+            problem = "the file has been modified in place since it was opened"
             where = f"tensor {name!r}" if name else None
             remedy = "Open the file again. To replace an open file, write a new one and rename it"
             raise BundleError(self.path, problem, where, remedy)
 
 
 def _open_descriptor(path: FileLocation) -> tuple[int, str | None]:
-    """Opens a file and returns its descriptor and its commit on the Hub."""
+    """Opens a file and returns its descriptor and, if it is a cached file from the Hub, its commit."""
     if isinstance(path, Reference) and path.header_only:
         return header_descriptor(path, MAX_HEADER_BYTES), None
     local = local_copy(path) if isinstance(path, Reference) else path
@@ -272,7 +272,7 @@ def _open_descriptor(path: FileLocation) -> tuple[int, str | None]:
 
 
 def _read_at(descriptor: int, target: memoryview, position: int) -> int:
-    """Reads bytes at `position` into `target` and returns their number."""
+    """Reads bytes at `position` into `target` and returns the number of bytes that were read."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [target], position)
     # Systems without preadv, such as macOS.
@@ -305,24 +305,24 @@ def parse_json(
         path: The file that contains the text, for error messages.
         text: JSON in UTF-8.
         where: The part of the file that contains the text, for error messages.
-        remedy: What the user can do about invalid JSON. By default, to download the file again.
-        nulls: Whether keys may have the value null, as in configs of other libraries.
+        remedy: What the user can do about invalid JSON. Defaults to downloading the file again.
+        nulls: Whether keys may have the value null, as in the config files of other libraries.
 
     Returns:
-        The object. Its keys are unique, its numbers are finite and, unless `nulls`, no key has the value null.
+        The object. Its keys are unique, its numbers are finite and, unless `nulls` is set, no key has the value null.
 
     Raises:
-        BundleError: If the text is not such an object, or contains too many values.
+        BundleError: If the text is not a valid object, or contains too many values.
     """
     if json_value_bound(text) > MAX_JSON_VALUES:
-        raise BundleError(path, f"more than {MAX_JSON_VALUES} JSON values", where)
+        raise BundleError(path, f"contains more than {MAX_JSON_VALUES} JSON values", where)
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         members = dict(pairs)
         if len(members) < len(pairs):
             raise ValueError(f"duplicate key {first_duplicate(key for key, _ in pairs)!r}")
         if not nulls and (null_keys := [key for key, value in pairs if value is None]):
-            raise ValueError(f"the key {null_keys[0]!r} is null; leave it out instead")
+            raise ValueError(f"the key {null_keys[0]!r} is null; omit the key instead")
         return members
 
     def finite(number: str) -> float:
@@ -362,7 +362,7 @@ def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
         problem = other_format or f"is not a safetensors file: {too_long}"
         raise BundleError(path, problem, None, NOT_SAFETENSORS)
     if 8 + length > nbytes:
-        problem = f"the header needs {8 + length} bytes, but the file ends at {nbytes}"
+        problem = f"needs {8 + length} bytes, including its length prefix, but the file ends at {nbytes}"
         raise BundleError(path, problem, where="header", remedy=download_again(path))
     header = prefix + os.pread(descriptor, length, 8)
     if header[8:9] != b"{":
@@ -372,7 +372,7 @@ def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
 
 def _metadata(path: FileLocation, metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BundleError(path, "expected an object of strings", where="header: __metadata__")
+        raise BundleError(path, "expected an object whose values are strings", where="header: __metadata__")
     return metadata
 
 
@@ -380,7 +380,7 @@ def header_entries(path: FileLocation, header: bytes) -> tuple[dict[str, Any], d
     """Parses a header.
 
     Args:
-        path: The file that contains it, for error messages.
+        path: The file that contains the header, for error messages.
         header: The length prefix and the header.
 
     Returns:
@@ -394,12 +394,12 @@ def header_entries(path: FileLocation, header: bytes) -> tuple[dict[str, Any], d
 
 
 def tensor_specs(path: FileLocation, entries: dict[str, Any], start: int, nbytes: int) -> dict[str, TensorSpec]:
-    """Returns all tensors' specs after checking that they fill the file from `start` to its end."""
+    """Returns the specs of all tensors, after checking that the tensors fill the file from `start` to its end."""
     tensors = {name: _tensor_spec(path, name, entry, start) for name, entry in entries.items()}
     position, previous = start, "the header"
     for name, spec in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if spec.start != position:
-            problem = f"starts at byte {spec.start}, expected {position}, directly after {previous}"
+            problem = f"starts at byte {spec.start}, expected {position}, immediately after {previous}"
             raise BundleError(path, problem, where=f"tensor {name!r}")
         if spec.stop > nbytes:
             problem = f"ends at byte {spec.stop}, but the file ends at {nbytes}"
@@ -439,6 +439,6 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
 
 
 def short_repr(value: Any) -> str:
-    """Returns a representation of any JSON value, however large or deeply nested, in at most 80 characters."""
+    """Returns a representation of at most 80 characters for a JSON value of any size and nesting depth."""
     text = _REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

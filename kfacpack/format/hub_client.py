@@ -1,7 +1,7 @@
 """Access to the Hub through huggingface_hub: error messages, progress bars, downloads and cached copies.
 
-A reference is resolved to a whole file in huggingface_hub's cache, or to the header of a safetensors file alone. Tokens
-are managed by huggingface_hub (see `hf auth login`); this module never accesses them.
+A reference is resolved either to a complete file in huggingface_hub's cache, or to the header of a safetensors file
+alone. Tokens are managed by huggingface_hub (see `hf auth login`); this module never accesses them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def progress_bars(*, show: bool) -> Iterator[None]:
 
 
 def hub_api() -> HfApi:
-    """Creates a client for the Hub. It is not cached, so that changes to HF_ENDPOINT take effect."""
+    """Creates a client for the Hub. The client is not cached, so that changes to HF_ENDPOINT take effect."""
     require("huggingface_hub")
     from huggingface_hub import HfApi
 
@@ -70,16 +70,16 @@ def hub_errors(
     offline_remedy: str | None = None,
     access_remedy: str | None = None,
 ) -> Iterator[None]:
-    """Converts exceptions of huggingface_hub inside this context to `HubError`.
+    """Converts exceptions that huggingface_hub raises inside this context to `HubError`.
 
-    Also hides its progress bars, unless `progress_bars(show=True)` is active.
+    Progress bars of huggingface_hub are hidden as well, unless `progress_bars(show=True)` is active.
 
     Args:
         target: The file or repository that is accessed, for error messages.
         repository: OWNER/NAME.
         revision: A branch, a tag or a commit. Defaults to the main branch.
-        kind: Kind of the repository.
-        offline_remedy: What the user can do if the Hub cannot be reached. By default, to pass a local file.
+        kind: Kind of repository, "model" or "dataset".
+        offline_remedy: What the user can do if the Hub cannot be reached. Defaults to passing a local file.
         access_remedy: What the user can do if the Hub denies access. Defaults to `offline_remedy`.
 
     Yields:
@@ -124,7 +124,7 @@ class _HubRequest:
     access_remedy: str | None
 
     def with_alternative(self, remedy: str) -> str:
-        """Appends the alternative to a remedy, if there is one."""
+        """Appends `access_remedy` to another remedy as an alternative, if it is set."""
         return f"{remedy}; or {self.access_remedy}" if self.access_remedy else remedy
 
     @property
@@ -143,7 +143,7 @@ def _translate(error: BaseException, request: _HubRequest) -> HubError:
     offline_remedy = request.offline_remedy or "pass a local file"
     if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
         problem = "is not in the cache, and HF_HUB_OFFLINE is set"
-        return HubError(request.target, problem, f"Unset it, or {offline_remedy}", unreachable=True)
+        return HubError(request.target, problem, f"Unset HF_HUB_OFFLINE, or {offline_remedy}", unreachable=True)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         problem = f"could not be stored in huggingface_hub's cache: {error.strerror}"
         return HubError(request.target, problem, "Free disk space, or set HF_HOME to another folder")
@@ -186,14 +186,14 @@ def _refusal_by_status(error: HfHubHTTPError, request: _HubRequest) -> tuple[str
         remedy = "Log in with an account that has permission (uploads need a token with write access): hf auth login"
         return f"permission denied for {repository}{message}", remedy
     if status in (409, 412):
-        return f"{repository} was changed in the meantime{message}", "Try again with its current state"
+        return f"{repository} was changed in the meantime{message}", "Try again, starting from its current state"
     if _is_busy(status):
         return f"the Hub returned status {status}{message}", request.with_alternative("Try again later")
-    return f"the Hub refused the request ({status}){message}", f"Check that {repository} is correct"
+    return f"the Hub refused the request ({status}){message}", f"Check that the name {repository} is correct"
 
 
 def _status(error: BaseException) -> int:
-    """Returns the HTTP status of the response; 0 if there was none."""
+    """Returns the HTTP status of the response that caused an error, or 0 if there was no response."""
     return int(getattr(getattr(error, "response", None), "status_code", 0))
 
 
@@ -222,7 +222,7 @@ def resolve(reference: Reference) -> RemoteFile:
         reference: The file.
 
     Returns:
-        Its commit, size and SHA-256.
+        The commit, size and SHA-256 of the file.
 
     Raises:
         HubError: If the file cannot be accessed, or the server is not the Hub.
@@ -232,7 +232,7 @@ def resolve(reference: Reference) -> RemoteFile:
     with hub_errors(reference, reference.repository, reference.revision, kind=reference.kind):
         metadata = get_hf_file_metadata(_url(reference, reference.revision))
     if metadata.commit_hash is None or metadata.size is None or metadata.etag is None:
-        problem = "the server's response has no commit and size, so it is not from the Hub"
+        problem = "the server's response lacks a commit, size or ETag, so it is not from the Hub"
         raise HubError(str(reference), problem, "Check HF_ENDPOINT and the proxy")
     digest = metadata.etag if _SHA256.fullmatch(metadata.etag) else None
     return RemoteFile(metadata.commit_hash, metadata.size, digest)
@@ -278,10 +278,10 @@ def commit_of_copy(reference: Reference, path: Path) -> str | None:
 
     Args:
         reference: The file.
-        path: Its copy, from `local_copy`.
+        path: The copy of the file, as returned by `local_copy`.
 
     Returns:
-        The commit, or None if the path is not that of a cached file.
+        The commit, or None if the path is not in the cache.
     """
     folder = path.parents[reference.file.count("/")]  # the cache stores files in snapshots/COMMIT
     return folder.name if COMMIT.fullmatch(folder.name) else None
@@ -292,7 +292,8 @@ def header_descriptor(reference: Reference, max_length: int) -> int:
 
     Args:
         reference: The file.
-        max_length: Maximum length of the header in bytes. A longer one is not downloaded; the reader must reject it.
+        max_length: Maximum length of the header in bytes. A longer header is not downloaded, and the reader must reject
+            the file.
 
     Returns:
         The descriptor of the cached file if there is one, otherwise of a sparse temporary file that has the header and
@@ -319,12 +320,12 @@ def header_descriptor(reference: Reference, max_length: int) -> int:
 
 
 def snapshot(repository: str, revision: str | None, kind: RepositoryKind = "model") -> Path | None:
-    """Returns the folder of huggingface_hub's cache with the downloaded files of a revision.
+    """Returns the folder in huggingface_hub's cache that contains the downloaded files of a revision.
 
     Args:
         repository: OWNER/NAME.
         revision: A branch, a tag or a commit; None for the main branch.
-        kind: Kind of the repository.
+        kind: Kind of repository, "model" or "dataset".
 
     Returns:
         The folder, or None if nothing was downloaded.
@@ -364,7 +365,7 @@ def commit_of(address: str) -> str:
 
 
 def _resolve_remote(reference: Reference) -> RemoteFile | Path:
-    """Returns the Hub's metadata of a file, or the cached file if the Hub cannot be reached."""
+    """Returns the Hub's metadata for a file, or the cached file if the Hub cannot be reached."""
     try:
         return resolve(reference)
     except HubError as error:
@@ -427,7 +428,7 @@ def _download(reference: Reference, *, force: bool) -> Path:
 
 
 def _difference(path: Path, remote: RemoteFile, *, check_digest: bool) -> str | None:
-    """Describes how a file differs from the Hub's metadata (size and optionally SHA-256), or returns None."""
+    """Returns how a file differs from the Hub's metadata (size and, optionally, SHA-256), or None if it does not."""
     if (size := path.stat().st_size) != remote.nbytes:
         return f"it has {size} bytes, expected {remote.nbytes}"
     if check_digest and remote.sha256 and (digest := digest_of_file(path)) != remote.sha256:

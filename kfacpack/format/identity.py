@@ -29,7 +29,7 @@ def base_task_name(name: str) -> str:
 
 
 def share_classes(one: str, other: str) -> bool:
-    """Returns whether two tasks have classes in common, such as cars and cars@1/4, or cars@1/2 and cars@1/4.
+    """Returns whether two tasks have classes in common, for example cars and cars@1/4, or cars@1/2 and cars@1/4.
 
     The number of classes is not part of a name. Splits whose ranges overlap are assumed to share classes; splits whose
     ranges do not overlap share none, regardless of the number of classes.
@@ -85,7 +85,7 @@ def describe(name: str, dtype: str, shape: tuple[int, ...], data: memoryview) ->
         name: Name in the state dict.
         dtype: Name of the dtype in safetensors.
         shape: Shape of the parameter.
-        data: Its bytes, row-major and little-endian.
+        data: Bytes of the parameter, row-major and little-endian.
     """
     return Parameter(name=name, dtype=dtype, shape=shape, sha256=sha256(data).hexdigest())
 

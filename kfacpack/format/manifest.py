@@ -47,18 +47,18 @@ _NAME_PATTERN, _TEXT_PATTERN = re.compile(_NAME), re.compile(_TEXT)
 
 
 def _safe_name(name: str) -> str:
-    """Checks that a name is safe in file names and tables: no control characters, no path traversal."""
+    """Checks that a name is safe to use in file names and tables: no control characters and no path traversal."""
     if not _NAME_PATTERN.fullmatch(name) or _SURROGATE.search(name):
         raise ValueError(
-            f"{name[:80]!r} is not a valid name: expected 1 to 512 characters, no backslash, no control or hidden "
-            "character, no drive letter, no leading '/', no '.' or '..' between slashes"
+            f"{name[:80]!r} is not a valid name: expected 1 to 512 characters, without backslashes, control or hidden "
+            "characters, a drive letter, a leading '/', or '.' or '..' between slashes"
         )
     return name
 
 
 def _safe_text(text: str) -> str:
     if not _TEXT_PATTERN.fullmatch(text) or _SURROGATE.search(text):
-        raise ValueError(f"{text[:80]!r} is not a valid text: expected at most 4096 characters, no control character")
+        raise ValueError(f"{text[:80]!r} is invalid: expected at most 4096 characters and no control characters")
     return text
 
 
@@ -118,7 +118,7 @@ def base_digest(parameters: tuple[Parameter, ...]) -> str:
 
 
 class Base(Entry):
-    """The base model.
+    """The base model, identified by the covered parameters.
 
     Two bundles are compatible if the parameters they share have equal digests; the names of the models do not matter.
 
@@ -166,7 +166,7 @@ class Function(Entry):
 
 
 class OutputScale(Entry):
-    """The magnitude of f on the examples. For a merged curvature, the weighted means over its tasks."""
+    """The magnitude of f on the examples. In a merged curvature, the values are weighted means over its tasks."""
 
     mean_square: NonNegative
     """E‖f‖²."""
@@ -175,7 +175,7 @@ class OutputScale(Entry):
 
     @property
     def reference(self) -> float:
-        """Scale that a drift of f is compared with: its variance, but at least a thousandth of its mean square.
+        """The scale with which a drift of f is compared: the variance of f, but at least a thousandth of E‖f‖².
 
         Only the variation of f distinguishes examples; a large constant part does not. The lower limit keeps the
         reference meaningful where f is nearly constant.
@@ -208,7 +208,7 @@ REDUCE = Scaling(sharing="reduce", formula=FORMULAS["reduce"])
 
 
 class Estimate(Entry):
-    """How the expectation over the outputs of f was computed.
+    """The method by which the expectation over the outputs of f was computed.
 
     Example:
         >>> kp.Estimate(fisher="mc", probe="orthogonal", probes=1, seed=0)
@@ -217,9 +217,9 @@ class Estimate(Entry):
     fisher: Fisher
     """`exact`, or `mc` for random probes."""
     probe: Literal["gaussian", "rademacher", "orthogonal", "sampled"] | None = None
-    """Distribution of the probes; only with `mc`. `sampled` is used with the metric `kl`."""
+    """Distribution of the probes; set only for `mc`. `sampled` is used with the metric `kl`."""
     probes: Annotated[StrictInt, Field(ge=1, le=2**32)] | None = None
-    """Number of probes per example; only with `mc`."""
+    """Number of probes per example; set only for `mc`."""
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
     model_dtype: FloatType | None = None
     """Compute dtype of the model."""
@@ -230,7 +230,7 @@ class Estimate(Entry):
     def _check_probes(self) -> Estimate:
         is_set = [value is not None for value in (self.probe, self.probes)]
         if not all(is_set) if self.fisher == "mc" else any(is_set):
-            raise ValueError("fisher 'mc' requires probe and probes, fisher 'exact' allows neither")
+            raise ValueError("fisher 'mc' requires probe and probes; fisher 'exact' allows neither")
         return self
 
 
@@ -298,7 +298,7 @@ class Loss(Entry):
 
         Args:
             step: Codec or merge rule.
-            **errors: The measured errors by field name; None for those that were not measured.
+            **errors: The errors by field name; None for errors that were not measured.
 
         Returns:
             The entry, with errors rounded to six significant digits because further digits depend on the processor.
@@ -320,11 +320,11 @@ class About(Entry):
     base: Base
     function: Function
     output_scale: OutputScale | None = None
-    """Scale of f on the examples, by which penalties divide the drift of f. New in 1.1."""
+    """Scale of f on the examples, by which penalties divide the drift of f. New in version 1.1."""
     metric: Literal["kl"] | None = None
     """`kl` if ½ τᵀGτ approximates the Kullback-Leibler divergence of the distribution over the vocabulary.
 
-    By default, the metric is `l2`: τᵀGτ approximates the squared norm of the change of f. New in 1.2.
+    By default, the metric is `l2`: τᵀGτ approximates the squared norm of the change in f. New in version 1.2.
     """
     scaling: Scaling = EXPAND
     estimate: Estimate | None = None
@@ -339,7 +339,7 @@ class Piece(Entry):
 
     `rows` selects a slice (start, stop) of the parameter's first dimension; without it, the whole parameter is used.
     `view` turns the slice into a matrix: first dimension × the others, its transpose, or one column. `at` is the row
-    and column of its first element in the matrix of the block.
+    and column in the matrix of the block at which the first element of the piece is located.
 
     Example:
         >>> kp.Piece(parameter="fc.bias", at=(0, 64))
@@ -368,7 +368,7 @@ class Piece(Entry):
 
 
 class Join(Entry):
-    """How parameters form the matrix of a block, `rows` × `columns`. The pieces tile this matrix.
+    """The arrangement of parameters in the matrix of a block, `rows` × `columns`. The pieces tile this matrix.
 
     Example:
         >>> weight, bias = kp.Piece(parameter="fc.weight"), kp.Piece(parameter="fc.bias", at=(0, 64))
@@ -406,7 +406,7 @@ class KroneckerEntry(BlockEntry):
     terms: Annotated[tuple[Term, ...], FailFast(), Field(min_length=1)]
 
     def references(self) -> Iterator[tuple[str, int]]:
-        """Yields the name and the required side of each matrix of this block."""
+        """Yields the name of each matrix of this block, and the side that the matrix must have."""
         for term in self.terms:
             yield term.B, self.join.rows
             yield term.A, self.join.columns
@@ -422,12 +422,12 @@ class DenseEntry(BlockEntry):
     matrix: Name
 
     def references(self) -> Iterator[tuple[str, int]]:
-        """Yields the name and the required side of the matrix of this block."""
+        """Yields the name of the matrix of this block, and the side that the matrix must have."""
         yield self.matrix, self.join.rows * self.join.columns
 
 
 class TensorEntry(Entry):
-    """A tensor of a matrix: its component, its name in the file and the SHA-256 of its bytes."""
+    """One of the tensors that store a matrix: its component, its name in the file and the SHA-256 of its bytes."""
 
     component: Name
     name: Name
@@ -437,7 +437,8 @@ class TensorEntry(Entry):
 class MatrixEntry(Entry):
     """A symmetric matrix and the form in which it is stored.
 
-    `psd` declares it positive semi-definite. It is a mean over `examples` examples and `positions` positions.
+    `psd` declares the matrix positive semi-definite. The matrix is a mean over `examples` examples and `positions`
+    positions.
     """
 
     name: Name
@@ -481,7 +482,7 @@ class Manifest(About):
         return self
 
     def about(self) -> About:
-        """Returns the metadata without matrices and blocks. It is not validated a second time."""
+        """Returns the metadata without matrices and blocks. The result is not validated again."""
         return About.model_construct(**{key: getattr(self, key) for key in About.model_fields})
 
     def with_digests(self, digests: Mapping[str, str]) -> Manifest:

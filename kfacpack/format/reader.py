@@ -55,7 +55,8 @@ class SealedFile:
     Attributes:
         path: Location of the file.
         nbytes: Size of the file in bytes.
-        digest: The seal. It identifies the whole content, because it covers the header with every tensor's SHA-256.
+        digest: The seal. It identifies the whole content, because it covers the header, which contains the SHA-256 of
+            every tensor.
 
     Args:
         path: A path, an `hf://` reference or an open container.
@@ -84,7 +85,7 @@ class SealedFile:
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
-        """All tensors of the file by name."""
+        """All tensors in the file, by name."""
         return self._container.tensors
 
     def bytes_of(self, name: str) -> memoryview:
@@ -126,18 +127,24 @@ class SealedFile:
             raise CorruptTensor(self.path, problem, f"tensor {name!r}", download_again(self.path))
 
     def hash_problem(self, name: str) -> str | None:
-        """Returns a description of how a tensor's SHA-256 differs from the one in the manifest; None if it does not.
+        """Compares a tensor's SHA-256 with the one in the manifest.
 
         Args:
             name: Name of the tensor.
+
+        Returns:
+            A description of the difference, or None if they are equal.
         """
         return self._problems_of(name)[0]
 
     def finite_problem(self, name: str) -> str | None:
-        """Returns a description of the first NaN or Inf in a tensor; None if all values are finite.
+        """Checks that all values of a tensor are finite.
 
         Args:
             name: Name of the tensor.
+
+        Returns:
+            A description of the first NaN or Inf, or None if there is none.
         """
         return self._problems_of(name)[1]
 
@@ -169,8 +176,8 @@ class Bundle(SealedFile):
         matrices: The manifest's matrices by name.
 
     Args:
-        path: A path, an `hf://` reference or an open container. The path of a bundle in several files is that of its
-            index, `NAME.kfac.index.json`.
+        path: A path, an `hf://` reference or an open container. For a bundle in several files, the path of its index,
+            `NAME.kfac.index.json`.
 
     Raises:
         BundleError: If the file is not a valid bundle.
@@ -191,7 +198,7 @@ class Bundle(SealedFile):
 
     @property
     def dense_bytes(self) -> int:
-        """Size in bytes of the same matrices as dense float32; diagonal matrices count as vectors."""
+        """Size in bytes that the matrices would have in dense float32 form; diagonal matrices count as vectors."""
         return 4 * sum(LAYOUTS[matrix.form].full(matrix.side) for matrix in self.manifest.matrices)
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
@@ -255,7 +262,7 @@ def validated(path: FileLocation, manifest: dict[str, Any], kind: type[ManifestT
 
 
 def _key_path(value: Any, keys: tuple[int | str, ...]) -> str:
-    """Formats the path of a key in the manifest, with the names of list items: matrices.3 'fc/B'.side."""
+    """Formats the path of a key in the manifest with the names of list items, such as matrices.3 'fc/B'.side."""
     parts = []
     for key in keys:
         if isinstance(value, dict):
@@ -268,7 +275,7 @@ def _key_path(value: Any, keys: tuple[int | str, ...]) -> str:
 
 
 def _first_non_finite(data: bytearray, dtype: str) -> int | None:
-    """Returns the index of the first NaN or Inf, or None."""
+    """Returns the index of the first NaN or Inf, or None if all values are finite."""
     if not dtype.startswith(("F", "BF")):
         return None
     numbers = np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype])
@@ -289,7 +296,7 @@ class CheckFailure:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check over all items of a file."""
+    """The result of one check of all items in a file."""
 
     name: str
     """Name of the check."""
@@ -308,8 +315,8 @@ def run_check(
     Args:
         name: Name of the check.
         subjects: Names of the items to check.
-        failure: Function that returns the failure of an item, given its name, or None.
-        on_progress: Called before each item and at the end, with the same arguments as `CheckProgress`.
+        failure: Function that takes the name of an item and returns its failure, or None if it passes.
+        on_progress: Called before each item and at the end, with the arguments of `CheckProgress`.
 
     Returns:
         The number of items and the failures.
@@ -327,12 +334,12 @@ def run_check(
 def check_tensors(
     name: str, bundle: SealedFile, problem: Callable[[str], str | None], on_progress: CheckProgress
 ) -> CheckResult:
-    """Runs a check on every tensor of a sealed file.
+    """Runs a check on every tensor in a sealed file.
 
     Args:
         name: Name of the check.
         bundle: The open file.
-        problem: Function that describes the problem of a tensor, given its name, or returns None.
+        problem: Function that takes the name of a tensor and describes its problem, or returns None if it passes.
         on_progress: Called with the name of the check, the number of items checked and their total.
 
     Returns:
@@ -347,7 +354,7 @@ def check_tensors(
 
 
 def check_model(bundle: Bundle, weights: WeightReader, on_progress: CheckProgress) -> CheckResult:
-    """Checks that a model has exactly the parameters that the curvature was computed at.
+    """Checks that a model's parameters are exactly those at which the curvature was computed.
 
     Args:
         bundle: The open bundle.

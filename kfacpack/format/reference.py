@@ -160,7 +160,7 @@ def locate(path: str | os.PathLike[str]) -> FileLocation:
 
     Raises:
         HubError: If the string begins with `hf://` but is not a valid reference.
-        KfacpackError: If it is neither a path nor a string, or is empty.
+        KfacpackError: If `path` is neither a path nor a string, or is empty.
     """
     if isinstance(path, Reference):
         return path

@@ -1,8 +1,8 @@
-"""Consistency checks of a manifest against the tensors of its file. No tensor is read.
+"""Checks that a manifest is consistent with itself and with the tensors in its file. No tensor is read.
 
 `LAYOUTS` lists the tensors and shapes of every form in which a matrix can be stored. It is the torch-free counterpart
-of `kfacpack.curvature.matrices`. The values of a matrix are in its tensor `data`. If `data` is I8, a tensor `scale`
-contains one factor for each stored row.
+of `kfacpack.curvature.matrices`. The values of a matrix are stored in its tensor `data`. If `data` is I8, a tensor
+`scale` contains one factor for each stored row.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _diagonal(n: int, data: Shape) -> Shapes:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """The tensors that make up a matrix of one form."""
+    """The tensors that make up a matrix in one form."""
 
     shapes: Callable[[int, Shape], Shapes]
     """Function that computes the expected shape of every tensor from the side and the actual shape of `data`.
@@ -81,7 +81,7 @@ class MatrixLayout:
     may_be_psd: bool = True
     """Whether a matrix of this form may be declared positive semi-definite."""
     count: int | None = None
-    """The dimension of `data` that appears in the short name of the form, as in block:8; None if there is none."""
+    """Index of the dimension of `data` that gives the number in short names such as block:8; None if there is none."""
     full: Callable[[int], int] = lambda n: n * n
     """Function that computes the number of elements of an uncompressed matrix from its side."""
 
@@ -101,8 +101,8 @@ def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, T
 
     Args:
         path: The file, for error messages.
-        entry: The matrix in the manifest.
-        tensors: All tensors of the file by name.
+        entry: The manifest entry of the matrix.
+        tensors: All tensors in the file, by name.
 
     Raises:
         BundleError: If a tensor is missing, superfluous, or has the wrong shape or dtype.
@@ -117,7 +117,7 @@ def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, T
     layout = LAYOUTS.get(entry.form)
     if layout is None or entry.version > layout.version:
         supported = ", ".join(f"{form} {supported.version}" for form, supported in LAYOUTS.items())
-        problem = f"has the form {entry.form!r} version {entry.version}, expected one of {supported}"
+        problem = f"has the form {entry.form!r}, version {entry.version}; expected one of {supported}"
         raise BundleError(path, problem, where=f"matrix {entry.name!r}", remedy="Upgrade kfacpack to read it")
     if entry.psd and not layout.may_be_psd:
         raise invalid(f"is declared positive semi-definite, which is not allowed for a {entry.form!r} matrix")
@@ -125,16 +125,16 @@ def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, T
         if tensor not in tensors:
             raise invalid(f"is listed as {component!r} of matrix {entry.name!r}, but is not in the file", tensor)
     if "data" not in components:
-        raise invalid("has no 'data'")
+        raise invalid("has no tensor for 'data'")
     data = tensors[components["data"]]
     if not data.shape:
-        raise invalid("'data' is a scalar", components["data"])
+        raise invalid(f"is the 'data' of matrix {entry.name!r}, but is a scalar", components["data"])
 
     expected = layout.shapes(entry.side, data.shape)
     if data.dtype != "I8":
         expected.pop("scale", None)
     if expected.keys() != components.keys():
-        problem = f"a {entry.form!r} matrix of {data.dtype} consists of {sorted(expected)}"
+        problem = f"a {entry.form!r} matrix of {data.dtype} requires tensors for {sorted(expected)}"
         raise invalid(f"{problem}, got {sorted(components)}")
     for component, shape in expected.items():
         tensor = components[component]
@@ -143,7 +143,7 @@ def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, T
             problem = f"{component!r} of a {entry.form!r} matrix of side {entry.side}"
             raise invalid(f"{problem} must have shape {list(shape)}, got {list(spec.shape)}", tensor)
         if spec.dtype not in allowed:
-            raise invalid(f"{component!r} is {spec.dtype}, expected one of {', '.join(allowed)}", tensor)
+            raise invalid(f"{component!r} has dtype {spec.dtype}, expected one of {', '.join(allowed)}", tensor)
 
 
 def _allowed_dtypes(component: str, scaled: bool) -> tuple[str, ...]:
@@ -165,16 +165,16 @@ class JoinedBlock(Protocol):
 
     @property
     def join(self) -> Join:
-        """How parameters form the matrix of the block."""
+        """The arrangement of parameters in the matrix of the block."""
 
 
 def check_consistency(path: FileLocation, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
-    """Checks that a manifest is consistent with itself and with the tensors of its file.
+    """Checks that a manifest is consistent with itself and with the tensors in its file.
 
     Args:
         path: The file, for error messages.
         manifest: The validated manifest.
-        tensors: All tensors of the file by name.
+        tensors: All tensors in the file, by name.
 
     Raises:
         BundleError: If tensors, matrices, blocks and parameters are inconsistent.
@@ -190,7 +190,7 @@ def check_consistency(path: FileLocation, manifest: Manifest, tensors: Mapping[s
             _check_reference(path, matrices, block, name, side)
     used = {name for block in manifest.blocks for name, _ in block.references()}
     if unused := matrices.keys() - used:
-        raise BundleError(path, "no block refers to it", f"matrix {min(unused)!r}")
+        raise BundleError(path, "is not used by any block", f"matrix {min(unused)!r}")
     shapes = {parameter.name: parameter.shape for parameter in manifest.base.parameters}
     if problem := coverage_problem(manifest.blocks, shapes):
         where, description = problem
@@ -261,14 +261,15 @@ def _tiling_problem(join: Join, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def _check_listed_once(path: FileLocation, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
-    """Checks that every tensor of the file has an allowed dtype and belongs to exactly one matrix."""
+    """Checks that every tensor in the file has an allowed dtype and belongs to exactly one matrix."""
     uses = Counter(tensor.name for matrix in manifest.matrices for tensor in matrix.tensors)
     for name, spec in tensors.items():
         if spec.dtype not in DTYPES:
             problem = f"has dtype {spec.dtype}, expected one of {', '.join(DTYPES)}"
             raise BundleError(path, problem, f"tensor {name!r}")
         if uses[name] != 1:
-            raise BundleError(path, f"the manifest lists it {uses[name]} times, expected once", f"tensor {name!r}")
+            problem = f"the manifest lists it {uses[name]} times, expected exactly once"
+            raise BundleError(path, problem, f"tensor {name!r}")
 
 
 def _check_reference(

@@ -1,4 +1,4 @@
-"""Parses and formats numbers for users: sizes (70MB, 10%), durations, percentages and values of α (0:2:0.1)."""
+"""Parses and formats numbers: sizes (70MB, 10%), durations, percentages and values of α (0:2:0.1)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse_size(size: str | int, whole: int) -> int:
         The number of bytes.
 
     Raises:
-        KfacpackError: If the text is not a positive size.
+        KfacpackError: If `size` is not a valid size greater than zero.
     """
     match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(%|[kmg]?b|)\s*", str(size), re.IGNORECASE)
     if match is None or isinstance(size, bool) or not float(match[1]):
@@ -35,7 +35,7 @@ def parse_size(size: str | int, whole: int) -> int:
 
 
 MISSING = "–"
-"""Shown in tables in place of a missing value."""
+"""Placeholder for a missing value in tables."""
 
 
 def human_bytes(count: float) -> str:
@@ -76,7 +76,7 @@ def format_count(number: float) -> str:
 
 
 MAX_ALPHAS, MAX_ALPHA = 1000, 1000
-ALPHA_FORMS = "expected a number (1.0), several (0.3,0.5), or a range from:to:step (0:2:0.1)"
+ALPHA_FORMS = "expected a number (1.0), several numbers (0.3,0.5), or a range from:to:step (0:2:0.1)"
 
 
 def parse_alphas(text: str) -> list[float]:
@@ -88,10 +88,10 @@ def parse_alphas(text: str) -> list[float]:
         text: The values as written by the user.
 
     Returns:
-        The values in the order of the text. A range includes its end if a step reaches it.
+        The values in the order in which they are written. A range includes its end if a step reaches it.
 
     Raises:
-        KfacpackError: If the text is invalid, or has duplicate or too many values.
+        KfacpackError: If the text is invalid, or contains duplicate values or too many values.
     """
     alphas = [alpha for part in text.split(",") for alpha in _alpha_range(part, text)]
     if len(alphas) > MAX_ALPHAS:

@@ -1,16 +1,17 @@
 """The manifest of a task vector, built from the entries of a bundle's manifest. This module does not import torch.
 
-A task vector is a safetensors file. The change of a parameter is stored under the parameter's own name; the head of
+A task vector is a safetensors file. The change to a parameter is stored under the parameter's own name; the head of
 task k (in the manifest's order, from 0) under `HEAD.k.weight`, of shape (K, C), and `HEAD.k.bias`, of shape (K,). All
-of these are float32.
+of these tensors are float32.
 
-Since version 1.1, the change of parameter k (in the order of `base`, from 0) may be stored as factors `FACTORS.k.U`, of
+Since version 1.1, the change to parameter k (in the order of `base`, from 0) may be stored as factors `FACTORS.k.U`, of
 shape (m, r), and `FACTORS.k.V`, of shape (r, n), in place of the dense tensor. A dense tensor may have a remainder,
-`REMAINDER.k.index` and `REMAINDER.k.value`, of shape (entries,). A vector that was extracted also lists its checkpoint.
+`REMAINDER.k.index` and `REMAINDER.k.value`, of shape (entries,). A vector that was extracted from a checkpoint also
+lists that checkpoint.
 
 Since version 1.2, the change may be sparse: `SPARSE.k.mask`, of shape (⌈elements / 8⌉,), has one bit per element, and
-`SPARSE.k.value`, of shape (entries,), the elements whose bit is set. Files have the lowest version that has all of
-their features.
+`SPARSE.k.value`, of shape (entries,), contains the elements whose bit is set. A file has the lowest version that
+supports all of its features.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ SPARSE = "kfacpack.sparse"
 """Reserved prefix for the names of a sparse change's tensors."""
 
 HeadKind = Literal["auto", "text", "words", "prototypes"]
-"""How a head is built; "auto" depends on the model and the task."""
+"""How a head is built. "auto" selects a method that suits the model and the task."""
 RegimeName = Literal["linear", "full", "attention", "sparse"]
 HeadOrigin = Literal["text", "prototypes", "words"]
 Feature = Literal["factors", "remainders", "sparse"]
@@ -78,7 +79,7 @@ class Training(Entry):
 
 
 class HeadEntry(Entry):
-    """The classes and the origin of a head. The weights of the head are tensors of the file."""
+    """The classes and the origin of a head. The weights of the head are stored as tensors in the file."""
 
     origin: HeadOrigin
     """Source of the weights: texts, words or prototypes."""
@@ -108,7 +109,7 @@ class Addend(Entry):
 
 
 class FileEntry(Entry):
-    """A file of a checkpoint and the SHA-256 of its bytes."""
+    """A file in a checkpoint and the SHA-256 of its bytes."""
 
     name: Name
     """Name of the file, without folders."""
@@ -128,7 +129,7 @@ class CheckpointEntry(Entry):
 
     @property
     def location(self) -> str:
-        """The name; for a checkpoint on the Hub, `hf://[datasets/]owner/repo@commit[/path]`."""
+        """The name or, for a checkpoint on the Hub, `hf://[datasets/]owner/repo@commit[/path]`."""
         if not self.revision or not (address := parse_address(self.name)):
             return self.name
         path = f"/{address.path}" if address.path else ""
@@ -137,7 +138,7 @@ class CheckpointEntry(Entry):
 
 
 class SolvedBlock(Entry):
-    """How a merge method that uses curvature merged one block of parameters.
+    """A report on one block of parameters that a merge method with curvature has merged.
 
     The objective is Σ w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖², where W_0 is the prior.
     """
@@ -171,7 +172,7 @@ class MethodEntry(Entry):
     bundles: Annotated[tuple[Digest, ...], FailFast()] = ()
     """Digests of the bundles that the method used."""
     blocks: Annotated[tuple[SolvedBlock, ...], FailFast()] = ()
-    """Report of each block; empty for methods that do not solve for blocks separately."""
+    """A report on each block; empty for methods that do not solve for blocks separately."""
 
     @property
     def solved(self) -> tuple[SolvedBlock, ...]:
@@ -229,7 +230,7 @@ class AboutVector(Entry):
     method: MethodEntry | None = None
     """The method that merged the addends; None if they were added, or if there are none."""
     checkpoints: Annotated[tuple[CheckpointEntry, ...], FailFast()] = ()
-    """The checkpoints that the vector, or the vectors in it, were extracted from."""
+    """The checkpoints from which the vector or its addends were extracted."""
 
     @model_validator(mode="after")
     def _check_names(self) -> AboutVector:
@@ -244,7 +245,7 @@ class AboutVector(Entry):
 
 
 class ParameterStorage(Entry):
-    """How the change of a parameter is stored, if it is not a dense tensor alone."""
+    """The storage of a parameter's change, if it is not stored as a single dense tensor."""
 
     name: Name
     """Name of the parameter."""
@@ -253,7 +254,7 @@ class ParameterStorage(Entry):
     remainder: Dimension | None = None
     """Number of entries of the remainder."""
     entries: Dimension | None = None
-    """Number of elements of a sparse change that are stored."""
+    """Number of stored elements of a sparse change."""
 
     @model_validator(mode="after")
     def _check_form(self) -> ParameterStorage:
@@ -263,12 +264,12 @@ class ParameterStorage(Entry):
 
     @model_serializer(mode="wrap")
     def _without_entries(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits the key of version 1.2 if it is empty, so that the bytes of other files do not change."""
+        """Omits `entries`, added in version 1.2, if it is not set, so that the bytes of older files stay the same."""
         return {key: value for key, value in handler(self).items() if key != "entries" or value is not None}
 
     @property
     def feature(self) -> Feature:
-        """The feature that a reader must support."""
+        """The feature that a reader must support to read the change."""
         if self.entries is not None:
             return "sparse"
         return "remainders" if self.rank is None else "factors"
@@ -305,7 +306,7 @@ _KEYS_OF_1_1 = ("requires", "storage", "checkpoints")
 
 
 class StoredTensor(Entry):
-    """A tensor of the file and the SHA-256 of its bytes."""
+    """A tensor in the file and the SHA-256 of its bytes."""
 
     name: Name
     sha256: Digest
@@ -321,7 +322,7 @@ class VectorManifest(AboutVector):
     requires: Annotated[tuple[Feature, ...], FailFast()] = ()
     """Features that a reader must support."""
     storage: Annotated[tuple[ParameterStorage, ...], FailFast()] = ()
-    """The parameters that are not stored as a dense tensor alone, in the order of `base`."""
+    """The parameters whose change is not stored as a single dense tensor, in the order of `base`."""
     tensors: Annotated[tuple[StoredTensor, ...], FailFast()]
 
     @model_validator(mode="after")
@@ -349,11 +350,11 @@ class VectorManifest(AboutVector):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits empty keys of version 1.1, so that the bytes of files of version 1.0 do not change."""
+        """Omits empty keys that were added in version 1.1, so that the bytes of files of version 1.0 stay the same."""
         return {key: value for key, value in handler(self).items() if value or key not in _KEYS_OF_1_1}
 
     def specs(self) -> dict[str, Spec]:
-        """Returns the dtype and shape of every tensor of the file by name."""
+        """Returns the dtype and shape of every tensor in the file, by name."""
         storage = {entry.name: entry for entry in self.storage}
         specs: dict[str, Spec] = {}
         for number, parameter in enumerate(self.base.parameters):
@@ -369,8 +370,8 @@ class VectorManifest(AboutVector):
         """Returns the bounds that index tensors and bitmaps must respect.
 
         Returns:
-            Two dicts: for each index tensor by name, the number of elements of its parameter; for each bitmap by name,
-            the number of bits that are set and the number of elements.
+            Two dicts. The first maps the name of each index tensor to the number of elements of its parameter. The
+            second maps the name of each bitmap to the number of bits that are set and the number of elements.
         """
         storage = {entry.name: entry for entry in self.storage}
         indices, bitmaps = {}, {}
@@ -392,7 +393,7 @@ class VectorManifest(AboutVector):
         return self.model_copy(update={"tensors": tensors})
 
     def about(self) -> AboutVector:
-        """Returns the metadata without the tensors. It is not validated a second time."""
+        """Returns the metadata without the tensors. The result is not validated again."""
         return AboutVector.model_construct(**{key: getattr(self, key) for key in AboutVector.model_fields})
 
 
@@ -437,11 +438,11 @@ def sparse_name(number: int, tensor: Literal["mask", "value"]) -> str:
 
 
 def version_of(about: AboutVector, storage: Sequence[ParameterStorage]) -> str:
-    """Returns the lowest version of the format that has all features of a vector.
+    """Returns the lowest version of the format that supports all features of a vector.
 
     Args:
-        about: The metadata.
-        storage: The parameters that are not stored as a dense tensor alone.
+        about: Metadata of the vector.
+        storage: The parameters whose change is not stored as a single dense tensor.
     """
     if about.regime == "sparse" or any(entry.feature == "sparse" for entry in storage):
         return VERSION

@@ -1,7 +1,7 @@
 """Writes bundles, other sealed files and small files atomically and deterministically, tensor by tensor.
 
-The positions of all tensors follow from their shapes, and every SHA-256 has 64 digits, so the length of the header is
-known before any tensor is written. Tensors may be written in any order, in parts of any size. The header is
+The positions of all tensors follow from their dtypes and shapes, and every SHA-256 has 64 digits, so the length of the
+header is known before any tensor is written. Tensors may be written in any order, in parts of any size. The header is
 written last; then the file is synced and renamed. If the process dies, the old file is left intact.
 """
 
@@ -55,7 +55,7 @@ class SealedManifest(Protocol):
 
 
 class TensorWriter(Protocol):
-    """Appends bytes to a tensor of the file that is being written."""
+    """A function that appends bytes to a tensor in the file that is being written."""
 
     def __call__(self, name: str, data: memoryview) -> None:
         """Appends `data` to the tensor `name`."""
@@ -94,7 +94,7 @@ def write_sealed(
         path: The file to write.
         manifest: The manifest. Its digests are replaced by those of the written bytes.
         tensors: Dtype and shape of every tensor by name.
-        keys: The kind of file.
+        keys: The kind of sealed file.
 
     Yields:
         A function that appends bytes to a tensor.
@@ -178,7 +178,7 @@ def bundle_digest(
         manifest: The manifest.
         tensors: Dtype and shape of every tensor by name.
         digests: SHA-256 of every tensor by name.
-        keys: The kind of file.
+        keys: The kind of sealed file.
 
     Returns:
         The digest of the file.
@@ -209,7 +209,7 @@ def _sealed(header: bytes) -> bytes:
 
 
 def bundle_size(manifest: Manifest, tensors: Mapping[str, Spec]) -> int:
-    """Computes the size that a bundle would have, in bytes. It does not depend on the tensors' values.
+    """Computes the size that a bundle would have, in bytes. The size does not depend on the tensors' values.
 
     Args:
         manifest: The manifest.
@@ -306,7 +306,7 @@ def _remove_abandoned(paths: Iterable[Path]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Syncs a folder so that a rename in it survives a crash. Errors are ignored: some file systems do not allow it."""
+    """Syncs a folder so that a rename in it survives a crash. Errors are ignored: some file systems cannot do this."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -329,8 +329,8 @@ def tensor_offsets(tensors: Mapping[str, Spec], start: int = 0) -> dict[str, Ten
         start: Position of the first tensor.
 
     Returns:
-        The tensors by name, those with wider elements first, so that each is aligned to its element size without
-        padding.
+        The tensors by name. Tensors with wider elements come first, so that each tensor is aligned to its element size
+        without padding.
     """
     specs = {}
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]):
@@ -359,7 +359,7 @@ def _frame_header(
     texts: Iterable[str],
     kind: str,
 ) -> bytes:
-    """Returns the length prefix and the header. `texts` are JSON texts in the metadata; they have the same limits."""
+    """Returns the length prefix and the header. The limits also apply to `texts`, the JSON texts in the metadata."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for name, spec in tensor_offsets(tensors).items():
         offsets = [spec.start, spec.stop]
@@ -369,7 +369,8 @@ def _frame_header(
     values = max(map(json_value_bound, (body, *(text.encode() for text in texts))))
     if len(body) > MAX_HEADER_BYTES or values > MAX_JSON_VALUES:
         size = f"{len(body)} bytes and {values} values"
-        problem = f"its header would have {size}, but at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"
+        limits = f"{MAX_HEADER_BYTES} bytes and {MAX_JSON_VALUES} values"
+        problem = f"its header would have {size}, but at most {limits} are allowed"
         raise BundleError(path, problem, None, f"Split the content into several {kind}s")
     return len(body).to_bytes(8, "little") + body
 
@@ -383,7 +384,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
     Args:
         path: The file to write.
-        data: Its content.
+        data: Content of the file.
 
     Raises:
         BundleError: If the file cannot be written.

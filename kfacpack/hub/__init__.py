@@ -1,1 +1,1 @@
-"""Hugging Face Hub: push, pull, model cards, search, and importers of published factors."""
+"""Hugging Face Hub: push, pull, model cards, search, and importers for published factors."""

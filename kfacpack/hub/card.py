@@ -1,6 +1,6 @@
 """Model cards and summaries of bundles and task vectors, generated from their manifests.
 
-The generated part of a card is between two marker comments and is replaced by every push. Text outside of them and
+The generated part of a card is between two marker comments and is replaced by every push. Text outside the markers and
 unknown metadata are kept.
 """
 
@@ -57,7 +57,7 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
         yield "estimate", ", ".join(filter(None, [estimate.fisher, probes, seed, model, sums]))
     if manifest.metric:
         yield "metric", f"{manifest.metric}: ½ τᵀGτ approximates a KL divergence in nats"
-    yield "scaling", f"{manifest.scaling.sharing}, as the true GGN (1/N Σ JᵀJ)"
+    yield "scaling", f"{manifest.scaling.sharing}, scaled like the true GGN (1/N Σ JᵀJ)"
     psd = sum(matrix.psd for matrix in manifest.matrices)
     if psd < len(manifest.matrices):
         yield "psd", f"{psd} of {len(manifest.matrices)} matrices are guaranteed to be positive semi-definite"
@@ -96,7 +96,7 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
         if task.training:
             settings = [f"{key} {value}" for key, value in task.training.settings.items()]
             bundles = len(task.training.bundles)
-            penalty = f"penalty of {bundles} bundle{'s' if bundles > 1 else ''}" if bundles else "without a penalty"
+            penalty = f"penalty from {bundles} bundle{'s' if bundles > 1 else ''}" if bundles else "without a penalty"
             seed = [] if task.training.seed is None else [f"seed {task.training.seed}"]
             yield "training", abbreviate([penalty, *seed, *settings])
     if heads := [
@@ -175,9 +175,9 @@ _GENERATED_SECTION = re.compile(r"<!-- kfacpack begins.*?-->.*?<!-- kfacpack end
 
 TAGS = ("kfac", "task-arithmetic")
 BASE_TAG, TASK_TAG = "kfac-base:", "kfac-task:"
-"""Prefixes of the tags for base model and tasks; the Hub's own `base_model` must be a repository."""
+"""Prefixes of the tags for the base model and the tasks. The Hub's own tag `base_model` accepts only repositories."""
 _MAX_SECTIONS = 64
-"""Maximum number of files that get their own section."""
+"""Maximum number of files that have a section of their own."""
 
 
 def card_for(
@@ -196,8 +196,9 @@ def card_for(
         items: The bundles and task vectors of the repository.
         existing: The current card, if there is one.
         revision: Branch to which the references in the examples point.
-        license: License identifier for the metadata; by default an existing one is kept.
-        base_model: Hub id of the base model for the metadata; by default existing ones are kept.
+        license: License identifier for the metadata. By default, an existing one is kept.
+        base_model: Hub id of the base model for the metadata. By default, existing ids are kept and those that the
+            files record are added.
 
     Returns:
         The text of the card.
@@ -210,7 +211,7 @@ def card_for(
         repository, existing if existing is not None else f"---\n{{}}\n---\n\n# {repository}\n\n{generated}\n"
     )
     text = card.text
-    # Replaced by a function, so that backslashes are not interpreted as group references.
+    # The replacement is a function, so that backslashes are not interpreted as group references.
     card.text = (
         _GENERATED_SECTION.sub(lambda _: generated, text, count=1)
         if _GENERATED_SECTION.search(text)
@@ -301,7 +302,7 @@ _DATASET_ID = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 
 
 def hub_id(base: Base) -> str | None:
-    """Returns the Hub id of a base model, or None for random weights and for weights that are not published."""
+    """Returns the Hub id of a base model, or None if its weights are random or not published on the Hub."""
     if base.revision is None or base.revision.startswith("random-") or base.family not in _HUB_IDS:
         return None
     model_id = _HUB_IDS[base.family](base.name, base.revision)
@@ -310,7 +311,7 @@ def hub_id(base: Base) -> str | None:
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """Makes open_clip and timm importable, even if their dependency torchvision is not usable."""
+    """Makes open_clip and timm importable, even if their dependency torchvision does not work."""
     from kfacpack._compat import compiler_deferred, make_torchvision_importable
 
     with compiler_deferred():
@@ -374,9 +375,15 @@ _TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _o
 
 
 def model_from_option(option: str) -> tuple[str, str]:
-    """Returns the name in manifests and the Hub id of the model that a value of `--model` selects.
+    """Returns the name and the Hub id of the model that a value of `--model` selects.
 
     Without a tag, the value may be a name or a Hub id, so both results are the value without its prefix.
+
+    Args:
+        option: The value of `--model`.
+
+    Returns:
+        The name of the model in manifests, and its Hub id.
     """
     from kfacpack.models.families import split_spec
     from kfacpack.models.families.transformers_loading import public_name
@@ -391,14 +398,14 @@ def model_from_option(option: str) -> tuple[str, str]:
 
 
 def dataset_id(source: Source) -> str | None:
-    """Returns the Hub id of a dataset, or None if it was not loaded from the Hub."""
+    """Returns the Hub id of a dataset, or None if the dataset was not loaded from the Hub."""
     return source.dataset if source.dataset and _DATASET_ID.fullmatch(source.dataset) else None
 
 
 def data_option(source: Source) -> str:
     """Returns the `--data` option that selects a task's data, with a leading space.
 
-    Empty if the task's name alone selects the same data.
+    The option is empty if the task's name alone selects the same data.
     """
     name = base_task_name(source.task)
     embedded, published = TASKS.get(name), PUBLISHED.get(name)

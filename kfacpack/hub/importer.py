@@ -1,4 +1,4 @@
-"""Common parts of importers of published factors: their result, access to the files, and isolated unpickling.
+"""Common parts of the importers for published factors: their result, access to files, and isolated unpickling.
 
 Files are read from a local folder or from the Hub, where only the required files are downloaded. Pickles are read in a
 separate process with limited resources (`unpickle_worker.py`), whose output is validated like any untrusted file.
@@ -32,7 +32,7 @@ class ImportResult:
     """The result of an import."""
 
     path: Path
-    """The bundle."""
+    """Path of the bundle."""
     task: str
     files: tuple[str, ...]
     """Names of the files that were read."""
@@ -58,7 +58,7 @@ DOWNLOAD_HINT = "download the files by other means and pass the folder"
 
 
 class HubFolder(NamedTuple):
-    """A folder of a repository on the Hub."""
+    """A folder in a repository on the Hub."""
 
     repository: str
     folder: str
@@ -101,7 +101,7 @@ def published_folder(source: str | Path) -> Path | HubFolder:
 
 
 def list_files(location: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]:
-    """Lists the files of a folder, without subfolders.
+    """Lists the files in a folder, excluding subfolders.
 
     Returns:
         The location of the files (the cache if the Hub cannot be reached) and their names.
@@ -124,7 +124,7 @@ def list_files(location: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]
 
 
 def fetch_files(location: Path | HubFolder, names: Iterable[str]) -> tuple[Path, str | None]:
-    """Downloads files if necessary.
+    """Provides files in a local folder, and downloads them if necessary.
 
     Args:
         location: As returned by `list_files`.
@@ -150,14 +150,15 @@ def fetch_files(location: Path | HubFolder, names: Iterable[str]) -> tuple[Path,
 
 WORKER = Path(__file__).with_name("unpickle_worker.py")
 TIMEOUT_SECONDS = 60
-"""CPU time limit of the worker process, not including the time for reading the files; see `MIN_BYTES_PER_SECOND`."""
+"""CPU time limit of the worker process, excluding the time for reading the files; see `MIN_BYTES_PER_SECOND`."""
 MIN_BYTES_PER_SECOND = 20e6
+"""Assumed minimum reading speed. The CPU time limit is extended by the size of the files divided by this speed."""
 SINGLE_TENSOR = "tensor"
-"""Name of the tensor of a file that contains a single tensor instead of a dictionary."""
+"""Name of the tensor if a file contains a single tensor instead of a dictionary."""
 
 
 class UnpickledTensors:
-    """The tensors of one file. Names and shapes are read immediately, tensors when they are accessed.
+    """The tensors in one file. Names and shapes are read immediately, tensors when they are accessed.
 
     Args:
         origin: The published file.
@@ -170,7 +171,7 @@ class UnpickledTensors:
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Types and shapes by tensor name."""
+        """Dtypes, shapes and positions by tensor name."""
         return self._container.tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -181,7 +182,7 @@ class UnpickledTensors:
 
 @contextmanager
 def read_pickle(files: Mapping[str, Path], scratch: Path) -> Iterator[dict[str, UnpickledTensors]]:
-    """Context manager that reads the tensors of files written by `torch.save`, in a separate process.
+    """Reads the tensors in files written by `torch.save`, in a separate process.
 
     Args:
         files: Paths of the files. The keys are arbitrary.
@@ -210,12 +211,12 @@ def _require_archive(path: Path) -> None:
         raise KfacpackError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not start.startswith(b"PK\x03\x04"):
         kind = next((kind for magic, kind in MAGIC_BYTES.items() if start.startswith(magic)), "is not an archive")
-        expected = "expected an archive written by torch.save of version 1.6 or later"
+        expected = "expected an archive written by torch.save of PyTorch 1.6 or later"
         raise KfacpackError(f"{path}: {kind if start else 'is empty'}; {expected}. {DOWNLOAD_AGAIN}")
 
 
 def _run_worker(files: Mapping[str, Path], targets: Mapping[str, Path], folder: Path) -> None:
-    """Converts files to safetensors in a process without access to environment variables or installed packages."""
+    """Converts files to safetensors in an isolated process, with few environment variables and limited resources."""
     paths = list(files.values())
     seconds = TIMEOUT_SECONDS + int(sum(path.stat().st_size for path in paths) / MIN_BYTES_PER_SECOND)
     request = {

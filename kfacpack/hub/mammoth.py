@@ -1,17 +1,18 @@
 """`kp.import_mammoth`: imports the factors published by the method's authors, in the layout of their framework mammoth.
 
 A task consists of five files, PREFIX_aaT.pt, _ggT.pt, _ffT.pt, _num_aaT.pt and _num_ggT.pt, with PREFIX =
-DATASET_task_NUMBER. The first three are dictionaries from names of parameters of the vision tower to sums over N
-examples; the last two contain N. With a, g, v, s as in section 6 of the spec, and R positions:
+DATASET_task_NUMBER. The first three are dictionaries that map names of parameters of the vision tower to sums over N
+examples; the last two contain N. With a, g, v and s as defined in section 6 of the spec, and R positions:
 
     aaT = Σ_n 1/R Σ_r a aᵀ     ggT = Σ_{n,s} 1/R Σ_r g gᵀ     for layers that process every token, biases joined
     aaT = Σ_n a aᵀ             ggT = Σ_{n,s} g gᵀ             for the output projection
     ffT = Σ_{n,s} v vᵀ                                        for norms and the class token
 
-where s runs over M Gaussian directions, without division by M, or over the C unit vectors. With w = 1/M or 1, A is
-therefore aaT / N, B is w R/N · ggT (w/N · ggT for the projection), and G is w/N · ffT.
+where s runs over M Gaussian directions, without division by M, or over the C unit vectors. Therefore, with w = 1/M or
+w = 1, respectively, A is aaT / N, B is w R/N · ggT (w/N · ggT for the projection), and G is w/N · ffT.
 
-The tower is OpenAI's. Its attention is implemented by linear layers, so some parameter names differ from open_clip's.
+The vision tower is OpenAI's implementation, in which attention consists of linear layers. Some of its parameter names
+therefore differ from open_clip's.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ KRONECKER = (
     (r"(transformer\.resblocks\.\d+)\.attn\.out_proj\.weight", r"\1.attn.proj.weight", "bias"),
     (r"(transformer\.resblocks\.\d+\.mlp\.c_(fc|proj))\.weight", r"\1.weight", "bias"),
 )
-"""Layers that process every token: open_clip's weight name, mammoth's name, last part of the bias name."""
+"""Layers that process every token: open_clip's weight name, mammoth's name, and the last part of the bias name."""
 WHOLE = (
     (r"((transformer\.resblocks\.\d+\.ln_[12]|ln_pre|ln_post)\.(weight|bias))", r"\1", "layer_norm"),
     (r"class_embedding", "cls_token_layer.class_embedding", "token"),
 )
-"""Parameters whose block is one whole matrix: open_clip's name, mammoth's name, operation."""
+"""Parameters whose block is one whole matrix: open_clip's name, mammoth's name, and the operation."""
 PROJECTION, MAMMOTH_PROJECTION = "proj", "lin_proj.weight"
 ROUNDING = 1e-3
-"""Relative rounding error of sums in float32 over a whole dataset."""
+"""Maximum relative rounding error that is expected for float32 sums over a whole dataset."""
 OTHER_MODEL = "Pass the model with which the factors were computed"
 
 
@@ -81,7 +82,7 @@ class MammothLayer:
     positions: int
     """Number of positions R, or 1 if the sums are not divided by R."""
     kronecker: bool
-    """Whether the block is a Kronecker product instead of one whole matrix."""
+    """Whether the block is a Kronecker product rather than one whole matrix."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -90,7 +91,7 @@ class MammothLayer:
 
 
 def layers_of(model: Model) -> list[MammothLayer]:
-    """Returns the blocks that are published for a model, in the order of its state dict.
+    """Returns the blocks of a model for which factors are published, in the order of the model's state dict.
 
     Raises:
         KfacpackError: If the model has no CLIP vision tower.
@@ -100,7 +101,7 @@ def layers_of(model: Model) -> list[MammothLayer]:
     embedding = shapes.get(f"{TOWER}positional_embedding")
     if embedding is None or len(embedding) != 2 or f"{TOWER}class_embedding" not in shapes:
         problem = f"{model.name} has no vision tower for which factors are published"
-        expected = "expected a ViT of CLIP: ViT-B-32/openai, ViT-B-16/openai or ViT-L-14/openai"
+        expected = "expected a CLIP model: ViT-B-32/openai, ViT-B-16/openai or ViT-L-14/openai"
         raise KfacpackError(f"{problem}; {expected}")
     layers = [_layer(name, shape, shapes, embedding[0]) for name, shape in shapes.items()]
     return [layer for layer in layers if layer is not None]
@@ -156,7 +157,8 @@ def examples_of(files: Mapping[str, UnpickledTensors]) -> int:
         counts[part] = int(value)
     if counts["num_aaT"] != counts["num_ggT"]:
         problem = f"aaT has {counts['num_aaT']} examples, but ggT has {counts['num_ggT']}"
-        raise KfacpackError(f"{files['num_ggT'].origin}: {problem}; the files are not from one run. {DOWNLOAD_AGAIN}")
+        cause = "the files are not from the same run"
+        raise KfacpackError(f"{files['num_ggT'].origin}: {problem}; {cause}. {DOWNLOAD_AGAIN}")
     return counts["num_aaT"]
 
 
@@ -173,7 +175,7 @@ def check(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothLayer],
         Whether the factors could be compared with the model's weights.
 
     Raises:
-        KfacpackError: If names, shapes or scaling do not match, or if the factors belong to other weights.
+        KfacpackError: If names, shapes or scaling do not match, or if the factors were computed at other weights.
     """
     _check_names(files, layers, model)
     for layer in layers:
@@ -214,7 +216,7 @@ def _check_ones(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothL
             if not abs(corner - examples) <= ROUNDING * examples:
                 expected = f"expected {examples}, the number of examples"
                 problem = f"the last entry of {layer.mammoth_name!r} is {corner:g}, {expected}"
-                cause = "The sums were not divided by the number of positions, or belong to other examples"
+                cause = "The sums were not divided by the number of positions, or were computed on other examples"
                 raise KfacpackError(f"{files['aaT'].origin}: {problem}. {cause}")
 
 
@@ -242,7 +244,7 @@ def _compare_weights(files: Mapping[str, UnpickledTensors], model: Model) -> boo
 class ScaledTensors(MatrixTensors):
     """A factor multiplied by a number, in float32.
 
-    The product is computed on every access, so that only one is in memory at a time.
+    The product is computed on every access, so that only one product is in memory at a time.
     """
 
     def __init__(self, tensors: UnpickledTensors, name: str, factor: float):
@@ -256,7 +258,8 @@ class ScaledTensors(MatrixTensors):
         if not isfinite(gap) or not isfinite(largest):
             raise KfacpackError(f"{where}: contains NaN or Inf. {DOWNLOAD_AGAIN}")
         if gap > ROUNDING * largest or bool((full.diagonal() < 0).any()):
-            raise KfacpackError(f"{where}: is not a sum of squares: not symmetric, or negative on its diagonal")
+            problem = "is not a sum of outer products: it is not symmetric, or its diagonal has negative entries"
+            raise KfacpackError(f"{where}: {problem}")
         return (full + full.T).mul_(self._factor / 2).float()
 
 
@@ -288,7 +291,7 @@ FILE = re.compile(rf"(?P<prefix>.+_task_\d+)_(?P<part>{'|'.join(PARTS)})\.pt")
 TASKS = {
     "seq-8vision": ("stanford_cars", "dtd", "eurosat", "gtsrb", "mnist", "resisc45", "sun397", "svhn"),
 }
-"""Names of tasks in the order of their numbers, by dataset of mammoth."""
+"""Names of tasks in the order of their numbers, by the name of the dataset in mammoth."""
 
 
 def import_mammoth(
@@ -313,10 +316,10 @@ def import_mammoth(
         task: Task name in the bundle. For a dataset in `TASKS`, it also selects the files.
         files: Common prefix of the files, DATASET_task_NUMBER, if the folder contains several tasks.
         fisher: "mc" if the factors were computed with random directions, "exact" if they were computed with all
-            directions. The files do not record it.
-        samples: Number of random directions for "mc". The files do not record it.
+            directions. The files do not record this.
+        samples: Number of random directions for "mc". The files do not record this number.
         params: Names or patterns of the parameters to import. Defaults to all that the model family does not freeze.
-        dataset_size: Number of examples in the whole dataset. This is the weight of the task in a merge.
+        dataset_size: Number of examples in the whole dataset, which is the weight of the task in a merge.
         on_progress: Called with the number of tensors written so far and the total number.
 
     Returns:
@@ -373,7 +376,7 @@ def import_mammoth(
 
 
 def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequence[str] | None) -> list[MammothLayer]:
-    """Returns the layers with selected parameters. A layer's parameters must be selected either all or not at all."""
+    """Returns the layers with selected parameters. Either all or none of a layer's parameters must be selected."""
     selected = select_parameters(model.module, params, model.frozen)
     published = {name for layer in layers for name in layer.parameters}
     if params is None and (other := [name for name in selected if name not in published]):
@@ -407,7 +410,8 @@ def _select_prefix(location: Path | HubFolder, names: Sequence[str], task: str |
     matches = [match for name in names if (match := FILE.fullmatch(name))]
     prefixes = sorted({match["prefix"] for match in matches}, key=lambda prefix: (len(prefix), prefix))
     if not prefixes:
-        raise KfacpackError(f"{location}: contains no files of mammoth, such as seq-8vision_task_0_aaT.pt")
+        expected = "expected files such as seq-8vision_task_0_aaT.pt"
+        raise KfacpackError(f"{location}: contains no factors in the layout of mammoth; {expected}")
     available = ", ".join(f"{prefix} ({name})" if (name := _task_of(prefix)) else prefix for prefix in prefixes)
     if files is not None:
         if files not in prefixes:
@@ -417,7 +421,7 @@ def _select_prefix(location: Path | HubFolder, names: Sequence[str], task: str |
         prefixes = [prefix for prefix in prefixes if _task_of(prefix) == task]
         if not prefixes:
             remedy = "Select files with `files`, or pass another task name"
-            raise KfacpackError(f"{location}: contains no files of {task}; available: {available}. {remedy}")
+            raise KfacpackError(f"{location}: contains no files for {task}; available: {available}. {remedy}")
     if len(prefixes) > 1:
         raise KfacpackError(f"{location}: contains several tasks; select one with `files`. Available: {available}")
     return prefixes[0]
@@ -449,7 +453,7 @@ def _estimate(tensors: Mapping[str, UnpickledTensors], fisher: Fisher, samples: 
 def _left_out(
     model: Model, layers: Sequence[MammothLayer], selected: Sequence[MammothLayer], names: Sequence[str], read: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yields the names that were not imported, each with the reason."""
+    """Yields the names of blocks, parameters and files that were not imported, each with the reason."""
     for layer in layers:
         if layer not in selected:
             yield layer.name, "not selected"
@@ -461,7 +465,7 @@ def _left_out(
         if name not in read:
             match = FILE.fullmatch(name)
             task = match and (_task_of(match["prefix"]) or match["prefix"])
-            yield name, f"belongs to {task}" if task else "not a file of factors"
+            yield name, f"belongs to {task}" if task else "not a file with factors"
 
 
 IMPORTERS: dict[str, Importer] = {"mammoth": import_mammoth}

@@ -43,7 +43,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 @dataclass(frozen=True)
 class PushedFile:
-    """One file of a push."""
+    """A file that `push` uploads, unless it is unchanged."""
 
     item: Artifact
     unchanged: bool
@@ -81,7 +81,7 @@ def push(
     """Verifies files and uploads them with a model card in one commit.
 
     The repository is created if it does not exist. Files that the repository already has are not uploaded again, so
-    that an interrupted push can be repeated. Text of an existing card outside of the two marker comments is kept.
+    that an interrupted push can be repeated. If a card exists, its text outside the two marker comments is kept.
 
     Args:
         files: Paths of bundles and task vectors. The shards of a bundle are uploaded with its index.
@@ -89,7 +89,7 @@ def push(
         private: Whether a newly created repository is private.
         revision: Branch to commit to; created if it does not exist. Defaults to the main branch.
         message: Commit message. Defaults to the names of the uploaded files.
-        license: License identifier of the Hub for the card's metadata.
+        license: License identifier for the card's metadata, in the Hub's notation.
         base_model: Hub id of the base model for the card's metadata.
         dry_run: Whether to prepare everything without uploading.
         on_progress: Called with the name of a check, the number of items checked so far and the total number.
@@ -98,7 +98,7 @@ def push(
         The files, the card and the commit.
 
     Raises:
-        KfacpackError: If there are no files, or if their names are not usable.
+        KfacpackError: If there are no files, or if their names are invalid or not unique.
         BundleError: If a file is neither a bundle nor a task vector.
         VerificationError: If a check on a file fails.
         HubError: If the repository cannot be read or written.
@@ -109,19 +109,20 @@ def push(
     name, at = parse_repository(repository)
     if at:
         problem = "a push does not accept @revision"
-        raise HubError(repository, problem, "Pass the repository alone, and a branch as revision")
+        raise HubError(repository, problem, "Pass the repository without @, and the branch as revision")
     paths = [files] if isinstance(files, str | os.PathLike) else list(files)
     items = [(path, _open_artifact(path)) for path in paths]
     if not items:
         raise KfacpackError("nothing to push: expected at least one file")
     if duplicate := first_duplicate(item.name for _, item in items):
-        raise KfacpackError(f"two files have the name {duplicate}, which must be unique in a repository; rename one")
+        problem = f"two files have the name {duplicate}, but names must be unique in a repository"
+        raise KfacpackError(f"{problem}; rename one of them")
     for path, item in items:
         item.require_valid(path, on_progress)
     existing, branch_missing = _inspect_target(name, revision)
     if private and existing and not existing.private:
         problem = "is a public repository; only new repositories can be made private here"
-        raise HubError(name, problem, "Change its visibility in its settings on the Hub")
+        raise HubError(name, problem, "Change the visibility in the repository's settings on the Hub")
     stored = {file.name: file for file in existing.files} if existing else {}
     pushed = tuple(PushedFile(item, _is_unchanged(Path(path), stored.get(item.name))) for path, item in items)
     old_card = _existing_card(existing)
@@ -186,7 +187,7 @@ def _existing_card(repository: HubRepository | None) -> str | None:
 
 
 def _all_items(repository: HubRepository | None, new: Sequence[Artifact]) -> list[Artifact]:
-    """Returns the bundles and task vectors that the repository will contain, by name."""
+    """Returns the bundles and task vectors that the repository will contain, sorted by name."""
     names = {item.name for item in new}
     existing = (
         [repository.item(file.name) for file in repository.candidates if file.name not in names] if repository else []
@@ -254,7 +255,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PretrainedFormat:
-    """Storage of one class of artifacts in a directory or repository."""
+    """The file name and the loader of one class of artifacts in a directory or repository."""
 
     kind: Literal["bundle", "vector"]
     filename: str
@@ -352,7 +353,7 @@ def from_pretrained(
         The artifact. Its tensors are read when they are used.
 
     Raises:
-        KfacpackError: If the source does not exist, or if it contains no file of this kind, or several.
+        KfacpackError: If the source does not exist, or if it contains no file or several files of this kind.
         HubError: If the repository cannot be read.
     """
     storage = _format_of(cls)
@@ -387,7 +388,7 @@ def _load_from_hub(source: str, revision: str | None, filename: str | None, stor
     revision = _one_revision(source, own_revision, revision)
     if filename is not None:
         return storage.load(Reference(repository, filename, revision))
-    # The default name is tried first: this needs no listing, and also works offline if the file is in the cache.
+    # The default name is tried first. This requires no listing, and works offline if the file is in the cache.
     try:
         return storage.load(Reference(repository, storage.filename, revision))
     except HubError as error:
@@ -423,7 +424,8 @@ def _only(names: Sequence[str], source: str, storage: PretrainedFormat) -> str:
     if not names:
         raise KfacpackError(f"{printable(source)}: contains no {what}; expected {storage.filename}")
     listed = printable(", ".join(names))
-    raise KfacpackError(f"{printable(source)}: contains {len(names)} {what} files; pass filename, one of {listed}")
+    problem = f"contains {len(names)} {what} files"
+    raise KfacpackError(f"{printable(source)}: {problem}; pass one of them as filename: {listed}")
 
 
 def _one_revision(source: str, first: str | None, second: str | None) -> str | None:

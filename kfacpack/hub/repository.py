@@ -49,7 +49,7 @@ _REPOSITORY_NAME = re.compile(rf"(?:hf://(?:models/)?)?({REPOSITORY.pattern})(?:
 
 @dataclass(frozen=True)
 class RepositoryFile:
-    """A file of a repository."""
+    """A file in a repository."""
 
     name: str
     nbytes: int
@@ -78,7 +78,7 @@ class HubRepository:
         return [file for file in self.files if file.name.endswith(SUFFIXES) and _PLAIN_NAME.fullmatch(file.name)]
 
     def item(self, file: str) -> Artifact | None:
-        """Opens a bundle or task vector, downloading only its header; returns None for other files."""
+        """Opens a bundle or task vector and downloads only its header; returns None for other files."""
         try:
             return Artifact.of(self.reference(file), file)
         except BundleError:
@@ -136,7 +136,7 @@ def inspect_repository(name: str, revision: str | None, *, missing_ok: bool = Fa
 
 @dataclass(frozen=True)
 class PullResult:
-    """A downloaded file."""
+    """A file that was downloaded and verified."""
 
     reference: Reference
     path: Path
@@ -190,7 +190,7 @@ def pull(
 
 
 def _references(reference: Reference) -> list[Reference]:
-    """Returns the references of all files of a bundle or task vector, with the index last."""
+    """Returns references to all files that make up a bundle or task vector, with the index, if any, last."""
     return [file for file in files_of(reference) if isinstance(file, Reference)]
 
 
@@ -198,7 +198,7 @@ def _select_files(what: str | Reference, files: Sequence[str]) -> list[Reference
     if isinstance(what, Reference) or (what.startswith(SCHEME) and what.endswith(SUFFIXES)):
         if files:
             raise KfacpackError(
-                f"{what}: is the address of a file; to pull several files, pass the repository and then their names"
+                f"{what}: is the address of a file; to pull several files, pass the repository, then their names"
             )
         return [what if isinstance(what, Reference) else Reference.parse(what)]
     name, revision = parse_repository(what)
@@ -256,7 +256,8 @@ def search(
     """Searches the Hub for repositories with bundles or task vectors, by the tags of their model cards.
 
     Args:
-        base_model: Base model as for `--model` (ViT-B-32/openai, timm:NAME, or ViT-B-32 for any tag), or its Hub id.
+        base_model: A value of `--model` (ViT-B-32/openai, timm:NAME, or ViT-B-32 for any tag), or the Hub id of a base
+            model.
         task: Task name.
         author: User or organisation.
         limit: Maximum number of repositories.
@@ -273,7 +274,8 @@ def search(
     alternatives = _tag_filters(base_model) if base_model else [[]]
     models: dict[str, ModelInfo] = {}
     if constants.HF_HUB_OFFLINE:
-        raise HubError("search", "needs the Hub, but HF_HUB_OFFLINE is set", "Unset it", unreachable=True)
+        problem = "needs the Hub, but HF_HUB_OFFLINE is set"
+        raise HubError("search", problem, "Unset HF_HUB_OFFLINE", unreachable=True)
     with hub_errors("search", "search", offline_remedy="set HF_ENDPOINT to a mirror"):
         for more in alternatives:
             for model in hub_api().list_models(filter=[*tags, *more], author=author, limit=limit, full=True):
@@ -282,7 +284,7 @@ def search(
 
 
 def _tag_filters(base_model: str) -> list[list[str]]:
-    """Returns alternative tags to search for a base model: one with its name in manifests, one with its Hub id."""
+    """Returns alternative tags to search for a base model: one with its name in manifests, and one with its Hub id."""
     name, model_id = model_from_option(base_model)
     return [[f"{BASE_TAG}{name}"], [f"base_model:{model_id}"]]
 
@@ -410,7 +412,7 @@ class BundleArtifact(Artifact):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The dataset of the estimate; empty for a merged bundle."""
+        """The dataset on which the curvature was estimated; empty for a merged bundle."""
         source = self.file.manifest.source
         return (source,) if source else ()
 

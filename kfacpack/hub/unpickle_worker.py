@@ -1,4 +1,4 @@
-"""Program that converts files written by `torch.save` to safetensors in a process with limited resources.
+"""A program that converts files written by `torch.save` to safetensors in a process with limited resources.
 
     python -I unpickle_worker.py < request.json > answer.json
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_MEMBERS = 100_000
 MAX_PICKLE_BYTES = 16 * 2**20
 SPARE_MEMORY = 2**30
-"""Memory limit in addition to three times the size of the largest file."""
+"""Memory in bytes that is allowed in addition to three times the size of the largest file."""
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,300}")
 
 
@@ -69,7 +69,7 @@ def limit(largest: int, total: int, seconds: int) -> None:
     Args:
         largest: Size of the largest file in bytes.
         total: Size of all files in bytes.
-        seconds: Limit of the CPU time in seconds.
+        seconds: CPU time limit in seconds.
     """
     mapped = 0
     with contextlib.suppress(OSError):  # exists on Linux only
@@ -83,7 +83,7 @@ def limit(largest: int, total: int, seconds: int) -> None:
     }
     for name, value in limits.items():
         if value is not None and hasattr(resource, name):
-            with contextlib.suppress(ValueError, OSError):  # a stricter limit is set, or it is not supported
+            with contextlib.suppress(ValueError, OSError):  # a stricter limit is set, or limits are not supported
                 resource.setrlimit(getattr(resource, name), (value, value))
 
 
@@ -94,7 +94,7 @@ def require_plain_zip(path: str) -> None:
             members = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
         raise RefusedError(
-            f"is not a complete archive of torch.save: {error}. If it was downloaded, download it again"
+            f"is not a complete archive written by torch.save: {error}. If it was downloaded, download it again"
         ) from error
     if len(members) > MAX_MEMBERS:
         raise RefusedError(f"has {len(members)} members, expected at most {MAX_MEMBERS}")
@@ -119,13 +119,13 @@ def load(path: str) -> Any:
     except pickle.UnpicklingError as error:
         blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
         if blocked:
-            problem = f"tries to run or create {blocked[1]}, which is not allowed in a file of factors"
+            problem = f"tries to run or create {blocked[1]}, which is not allowed in a file with factors"
             raise RefusedError(f"{problem}. Nothing was executed. Do not load it by other means") from error
         raise
 
 
 def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
-    """Checks that a file contains named tensors only.
+    """Checks that a file contains nothing but named tensors.
 
     Args:
         loaded: The content of the file.
@@ -141,7 +141,7 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
         raise RefusedError(f"contains a {type(named).__name__}, expected a dictionary of tensors")
     for name, tensor in named.items():
         if not isinstance(name, str) or not NAME.fullmatch(name) or name == "__metadata__":
-            raise RefusedError(f"has an entry {str(name)[:80]!r}, expected parameter names")
+            raise RefusedError(f"has an entry with the key {str(name)[:80]!r}, expected the name of a parameter")
         if not isinstance(tensor, torch.Tensor):
             raise RefusedError(f"the entry {name!r} is a {type(tensor).__name__}, expected a tensor")
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
@@ -150,7 +150,7 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
             raise RefusedError(
                 f"the entry {name!r} has dtype {tensor.dtype}, expected floating-point numbers or integers"
             )
-        # With strides of zero a tensor can have any shape; it must not be larger than its storage.
+        # With strides of zero, a tensor of any shape fits into a small storage, so its size must be checked.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise RefusedError(
                 f"the entry {name!r} has the shape {list(tensor.shape)}, which is larger than its storage"
@@ -159,7 +159,7 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
 
 
 def dtype_names() -> dict[Any, str]:
-    """Returns the names of the supported dtypes in safetensors files."""
+    """Returns the supported dtypes with their names in safetensors files."""
     import torch
 
     return {

@@ -2,20 +2,19 @@
 
 The dispatch mode runs below autograd, where a model is a sequence of operations on plain tensors, whatever modules,
 casts, fused layers or custom functions it consists of. Every operation is computed once, together with its tangent:
-its change along τ. Autograd records the operation but not the tangent.
+its change along τ. Autograd records the operation, but not the computation of the tangent.
 
 Most tangents come from torch's forward mode. Matrix products and convolutions have a rule here because torch's
-derivative does redundant work; fused attention kernels have one because torch has no forward-mode derivative for them.
+derivative does redundant work. Fused attention kernels have one because torch has no forward-mode derivative for them.
 
 The rules in `GRAPHLESS_RULES` save the setup time of torch's forward mode. They are used in passes that keep no graph.
-In passes that keep one, tensors need no more memory, but these rules change the order in which memory is allocated, and
-the heap of glibc fragments more: on ViT-B/32, the peak resident memory of a step exceeds 1.2 × that of a plain step.
-If a pass may be recorded, layer norm has a rule as well, because torch's derivative of it is compiled and cannot be
-recorded.
+In passes that keep one, they would change the order of allocations, and glibc's heap would become more fragmented: on
+ViT-B/32, the peak resident memory of a step would exceed 1.2 × that of a plain step. If a pass may be recorded, layer
+norm has a rule as well, because torch's derivative of layer norm is compiled and cannot be recorded.
 
 A rule is called with the operation, a function that returns the tangent of a tensor (None for zero), and the arguments
-of the operation, of which at least one has a tangent. It returns the result of the operation, and the tangent of that
-result or of its first part.
+of the operation, of which at least one has a tangent. It returns the result of the operation, and the tangent of the
+result or, if there are several results, of the first.
 """
 
 from __future__ import annotations
@@ -104,9 +103,9 @@ def convolution(
 
 
 def attention(operation: Any, tangent_of: TangentOf, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-    """Computes softmax(s) v with s = scale q kᵀ + mask by a fused kernel, and its tangent by the formula.
+    """Computes softmax(s) v, where s = scale q kᵀ + mask, by a fused kernel, and its tangent by a formula.
 
-    Shapes: q (..., L, D), k and v (..., S, D). With p = softmax(s): dp = p (ds - <p, ds>).
+    q has shape (..., L, D); k and v have shape (..., S, D). The tangent of p = softmax(s) is dp = p (ds - <p, ds>).
 
     Raises:
         KfacpackError: If the attention has dropout.
@@ -147,7 +146,7 @@ def attention(operation: Any, tangent_of: TangentOf, *args: Any, **kwargs: Any) 
 def _sum_of_products(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
     """Computes the sum of the products a b over pairs of a (..., n, k) and b (..., k, m).
 
-    Pairs that contain None are skipped. Each product is added in place to the sum of those before it.
+    Pairs that contain None are skipped. Each product is added in place to the sum of the previous ones.
     """
     total: Tensor | None = None
     for a, b in pairs:
@@ -161,7 +160,7 @@ def _sum_of_products(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | No
 
 
 def _repeat_heads(tensor: Any, q: Tensor) -> Any:
-    """Repeats keys or values that several query heads share (grouped-query attention)."""
+    """Repeats keys or values that are shared by several query heads (grouped-query attention)."""
     if tensor is None or tensor.shape[-3] == q.shape[-3]:
         return tensor
     return tensor.repeat_interleave(q.shape[-3] // tensor.shape[-3], dim=-3)
@@ -189,7 +188,7 @@ def layer_norm(
         only_x = [True, False, False]
         tangent = aten.native_layer_norm_backward(dx, x, shape, mean, inverse_std, None, None, only_x)[0]
     if d_weight is not None:
-        # Of two terms, the second is added in place, which saves a temporary tensor.
+        # If there are two terms, one is added to the other in place, which saves a temporary tensor.
         affine = operation(x, shape, d_weight, d_bias, eps)[0]
         if tangent is not None:
             affine = affine.add_(tangent) if weight is None else affine.addcmul_(tangent, weight)
@@ -203,7 +202,7 @@ def layer_norm(
 
 
 def gelu(operation: Any, tangent_of: TangentOf, x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensor]:
-    """Computes the GELU of x, and its derivative times dx."""
+    """Computes the GELU of x, and the derivative times dx."""
     return operation(x, approximate=approximate), aten.gelu_backward(tangent_of(x), x, approximate=approximate)
 
 
@@ -254,7 +253,7 @@ GRAPHLESS_RULES: dict[Any, JvpRule] = {
 
 
 class TangentMap:
-    """Tangents by tensor, kept as long as the tensor is alive.
+    """Tangents by tensor. An entry is kept as long as its tensor is alive.
 
     Only tensors that own memory have an entry. The tangent of a view is the same view of its base's tangent, so views
     and in-place writes need no bookkeeping.
@@ -272,7 +271,7 @@ class TangentMap:
     def get(self, tensor: Tensor) -> Tensor | None:
         """Returns the tangent of a tensor; None if it is zero.
 
-        Tensors that the model computes without gradient are constants for autograd, and also have a zero tangent.
+        Tensors that the model computes without gradient are constants for autograd, and therefore have a zero tangent.
         """
         base = base_of(tensor)
         tangent: Tensor | None = self._tangents.get(base)
@@ -283,11 +282,11 @@ class TangentMap:
         return _view_of_tangent(self._with_strides_of(base, tangent), tensor, base)
 
     def _is_constant(self, tensor: Tensor, base: Tensor) -> bool:
-        """Returns whether autograd has no path from the tensor to the parameters; the tensor may be a leaf itself."""
+        """Returns whether autograd has no path from the tensor to the parameters. The tensor may be another leaf."""
         return not tensor.requires_grad or (base.grad_fn is None and id(base) not in self._parameter_ids)
 
     def put(self, tensor: Tensor, tangent: Tensor | None) -> None:
-        """Sets the tangent of a new or modified tensor; for a view, the corresponding part of its base's tangent."""
+        """Sets the tangent of a new or modified tensor; for a view, sets this part of its base's tangent."""
         base = base_of(tensor)
         if base is tensor:
             if tangent is not None:
@@ -298,7 +297,7 @@ class TangentMap:
         base_tangent = self._tangents.get(base)
         if base_tangent is None and tangent is None:
             return
-        # The tangent of another tensor may share this memory (as with a sum with a constant), hence a copy.
+        # Copied, because the tangent of another tensor may share this memory, for example after adding a constant.
         full_tangent = _empty_like(base).zero_() if base_tangent is None else _empty_like(base).copy_(base_tangent)
         part = _view_of_tangent(full_tangent, tensor, base)
         if tangent is None:
@@ -321,7 +320,7 @@ def _empty_like(base: Tensor) -> Tensor:
 def _view_of_tangent(tangent: Tensor, view: Tensor, base: Tensor) -> Tensor:
     if view.dtype != base.dtype or view.is_conj() or view.is_neg():
         raise KfacpackError(
-            "cannot linearise a view with another dtype, or a complex tensor; use real floating-point tensors"
+            "cannot linearise a view with another dtype or a complex tensor; use real floating-point tensors"
         )
     offset = view.storage_offset() - base.storage_offset() + tangent.storage_offset()
     return tangent.as_strided(view.shape, view.stride(), offset)
@@ -331,10 +330,10 @@ class JvpMode(DispatchMode):
     """Dispatch mode that computes the tangent of every operation that runs inside it.
 
     Args:
-        tangents: Tangents of the parameters; those of all other tensors are added.
+        tangents: Tangents of the parameters. The tangents of all other tensors are added to this map.
         keeps_graph: Whether autograd saves the tensors of the forward pass for a backward pass.
         traceable: Whether forward passes of this model may be recorded.
-        recorded: Whether an enclosing dispatch mode records all operations, including those of the derivatives.
+        recorded: Whether an enclosing dispatch mode records all operations, including those that compute derivatives.
     """
 
     def __init__(
@@ -348,7 +347,7 @@ class JvpMode(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A view has its base's tangent, and a detached tensor none; autograd marks the result as either.
+        # A view has its base's tangent, and a detached tensor has none; autograd marks the result as one or the other.
         if func.is_view:
             return func(*args, **kwargs)
         tangents = self._nonzero_tangents((args, kwargs))
@@ -365,10 +364,10 @@ class JvpMode(DispatchMode):
                 return self._differentiate(func, args, kwargs, tangents)
             except NotImplementedError as error:
                 problem = f"cannot linearise: torch has no forward-mode derivative of {func}, which the model uses"
-                raise KfacpackError(f"{problem}. Replace it with operations that have one") from error
+                raise KfacpackError(f"{problem}. Replace this operation with differentiable ones") from error
 
     def _nonzero_tangents(self, arguments: Any) -> dict[int, Tensor]:
-        """Returns the nonzero tangents, by the id of their tensor."""
+        """Returns the nonzero tangents of the arguments, by the id of their tensor."""
         tangents: dict[int, Tensor] = {}
         for tensor in _tensors(arguments):
             if (tangent := self._tangents.get(tensor)) is not None:
@@ -378,7 +377,7 @@ class JvpMode(DispatchMode):
         return tangents
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any, tangents: Mapping[int, Tensor]) -> Any:
-        """Computes the result and its tangent by torch's forward-mode derivative of this one operation."""
+        """Computes the result and its tangent by torch's forward-mode derivative of this operation alone."""
         with forward_ad_below_autograd(visible=self._recorded):
             args, kwargs = _duals((args, kwargs), tangents)
             out = func(*args, **kwargs)
@@ -392,7 +391,7 @@ class JvpMode(DispatchMode):
         """Runs an operation that writes to its first argument, and updates the tangent of that argument."""
         target, *other_args = args
         if any(tensor is not target for tensor in written_arguments(func, args, kwargs)):
-            raise KfacpackError(f"cannot linearise {func}, which writes to more than its first argument")
+            raise KfacpackError(f"cannot linearise {func}, because it writes to an argument other than the first")
         # The tangent is copied, because the operation modifies it as well.
         tangent = tangents[id(target)].clone() if id(target) in tangents else None
         if torch.Tag.inplace_view in func.tags:
@@ -414,7 +413,7 @@ class JvpMode(DispatchMode):
 
 @cache
 def _warm_up_forward_ad() -> None:
-    """Triggers torch's one-time compilation of some derivatives, which emits a DeprecationWarning of its own."""
+    """Triggers torch's one-time compilation of some derivatives, and suppresses its DeprecationWarning."""
     with warnings.catch_warnings(), forward_ad.dual_level():
         warnings.simplefilter("ignore", DeprecationWarning)
         forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
@@ -424,10 +423,10 @@ def require_tracked(tensor: Tensor) -> None:
     """Checks that a tensor without a tangent is a constant.
 
     Custom autograd functions are differentiated like other operations, unless they use other libraries or detach their
-    input. In that case autograd has a path to the parameters, but the tangent is lost.
+    input. In that case, autograd has a path to the parameters, but the tangent is lost.
 
     Raises:
-        KfacpackError: If a custom autograd function computed the tensor and its tangent was lost.
+        KfacpackError: If a custom autograd function computed the tensor and the tangent was lost.
     """
     producer = base_of(tensor).grad_fn
     constant = torch.is_grad_enabled() and not tensor.requires_grad
@@ -435,7 +434,7 @@ def require_tracked(tensor: Tensor) -> None:
         return
     name = producer.name().removesuffix("Backward")
     problem = f"cannot linearise: the output of the custom autograd function {name!r} is detached from its input"
-    raise KfacpackError(f"{problem} (by detach, numpy or a custom kernel). Use a plain torch implementation of it")
+    raise KfacpackError(f"{problem} (by detach, numpy or a custom kernel). Use a plain torch implementation")
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

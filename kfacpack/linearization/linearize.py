@@ -1,8 +1,9 @@
-"""`kp.linearize`: the model f(x) + J(x) τ, which is linear in τ.
+"""Implements `kp.linearize`: the model f(x) + J(x) τ, which is linear in τ.
 
-Because it is linear, the gradient of a cost c at τ is Jᵀ u with u = ∂c/∂f_lin: one ordinary backward pass of the base
-model, seeded with u. J τ itself needs no graph. A training step is therefore a forward pass with its graph, a tangent
-computed alongside without a graph, and a backward pass. It needs as much memory as fine-tuning.
+Because the model is linear in τ, the gradient of a cost c at τ is Jᵀ u with u = ∂c/∂f_lin. It is computed by one
+ordinary backward pass of the base model, seeded with u. J τ itself needs no graph. A training step therefore consists
+of a forward pass with its graph, a tangent computed alongside without a graph, and a backward pass. The step needs as
+much memory as fine-tuning.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from kfacpack.models.model import Model
 
 _LOCK = threading.RLock()
-"""Held during a call, because a call changes flags of the module that must not affect calls in other threads."""
+"""Lock that is held during a call: calls change flags of the module, which must not affect calls in other threads."""
 
 
 _LARGE_MODEL = 50_000_000
@@ -90,13 +91,13 @@ def linearize(
     Args:
         model: A module, where f is `model(*batch)` of shape (N, C); or a model from `kp.load_model`, which defines f
             itself.
-        params: Names or patterns of the parameters that τ may change. Defaults to all; for a model from
-            `kp.load_model`, to those that its family does not freeze.
+        params: Names or patterns of the parameters that τ may change. Defaults to all parameters, except those that the
+            family of a model from `kp.load_model` freezes.
         forward: Function that computes f from a batch, if f is not `model(*batch)`.
         trace: Whether calls are recorded once per shape of the batch and replayed without the model. The results are
-            the same. Set it to False if f depends on Python state outside of the model, such as a global variable.
-            Defaults to True, except on a CPU for more than 50 million parameters: there the operations take longer
-            than the Python code around them, and recording takes memory.
+            the same. Set it to False if f depends on Python state outside the model, such as a global variable.
+            Defaults to True, except for more than 50 million parameters on a CPU: the operations of such models take
+            longer than the Python code around them, and recording takes memory.
         compile: Whether torch.compile compiles the recorded operations, with CUDA graphs on a GPU.
 
     Returns:
@@ -118,12 +119,12 @@ def linearize(
 class Linearized:
     """The function f(x) + J(x) τ of a module in eval mode.
 
-    τ is a dict {state-dict name: tensor of the parameter's shape}; missing names count as zero. Its dtype
-    may differ from that of the parameters.
+    τ is a dict that maps state-dict names to tensors with the shapes of the parameters; missing names count as zero.
+    The dtype of τ may differ from that of the parameters.
 
     Args:
         module: The module that owns the parameters.
-        forward: Function from the arguments in a batch to f, of shape (N, C).
+        forward: Function that computes f, (N, C), from the arguments in a batch.
         parameters: Parameters that τ may change, by state-dict name.
         trace: Whether calls are recorded and replayed; see `linearize`.
         compile: Whether recorded calls are compiled.
@@ -179,10 +180,10 @@ class Linearized:
 
         Args:
             batch: A tensor, a tuple of arguments or a dict of keyword arguments.
-            tau: Change of the parameters, by state-dict name.
+            tau: Change to the parameters, by state-dict name.
 
         Raises:
-            TaskVectorError: If `tau` does not fit the parameters.
+            TaskVectorError: If the names or shapes in `tau` do not match the parameters.
             KfacpackError: If the model cannot be linearised.
         """
         check_task_vector(tau, self._shapes, "lin")
@@ -193,14 +194,14 @@ class Linearized:
         return f + change
 
     def outputs(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns f and J τ, both (N, C), without a graph: f + α J τ is then cheap for any α.
+        """Returns f and J τ, both (N, C), without a graph. f + α J τ is then cheap to compute for any α.
 
         Args:
-            batch: As for `__call__`.
-            tau: As for `__call__`.
+            batch: See `__call__`.
+            tau: See `__call__`.
 
         Raises:
-            TaskVectorError: If `tau` does not fit the parameters.
+            TaskVectorError: If the names or shapes in `tau` do not match the parameters.
             KfacpackError: If the model cannot be linearised.
         """
         point = self._linearization(batch, tau, keeps_graph=False)
@@ -210,19 +211,20 @@ class Linearized:
         """Returns f and J τ together with the graph of f, for training loops that do not use autograd themselves.
 
         Args:
-            batch: As for `__call__`.
-            tau: As for `__call__`.
-            finite: Whether to check that f is finite, which synchronises with the device.
+            batch: See `__call__`.
+            tau: See `__call__`.
+            finite: Whether to check that f is finite. The check synchronises with the device.
 
         Raises:
-            KfacpackError: As for `__call__`.
+            TaskVectorError: If the names or shapes in `tau` do not match the parameters.
+            KfacpackError: If the model cannot be linearised.
         """
         return self._linearization(batch, tau, keeps_graph=True, finite=finite)
 
     def _linearization(
         self, batch: ModelInput, tau: Mapping[str, Tensor], *, keeps_graph: bool, finite: bool = True
     ) -> Linearization:
-        """Replays the program of this call if there is one; otherwise calls the model, and may record the call."""
+        """Replays the program for this call if there is one; otherwise calls the model, and may record the call."""
         check_task_vector(tau, self._shapes, "lin")
         dtypes = {name: value.dtype for name, value in tau.items()}
         with _LOCK, torch.inference_mode(False):
@@ -256,7 +258,7 @@ class Linearized:
                 return Linearization(*run(), dtypes)
             if entry.verified or state is not None:
                 return self._replay(entry.program, inputs, dtypes, finite=finite)
-            # Compiled results differ in rounding, so they are used from the first call on.
+            # Compiled results differ in rounding, so they replace those of the model from the first call on.
             if self._compile:
                 expected = run()[:2]
                 point = self._replay(entry.program, inputs, dtypes, finite=finite)
@@ -278,7 +280,7 @@ class Linearized:
     def _finish_recording(
         self, entry: ProgramEntry, state: ModuleState, recorder: Recorder, gradients: Mapping[str, Tensor]
     ) -> None:
-        """Stores the program of a recorded call."""
+        """Stores the program of a recorded call in its entry."""
         with _LOCK:
             program = recorder.program(gradients, compiled=self._compile)
             entry.accept(program, state, recorder.refusal)
@@ -292,7 +294,7 @@ class Linearized:
         keeps_graph: bool,
         finite: bool,
     ) -> tuple[Tensor, Tensor | None, Gradient]:
-        """Calls the model in eval mode; returns f, J τ and the function that computes gradients."""
+        """Calls the model in eval mode. Returns f, J τ and a function that computes gradients."""
         parameters = {name: self._parameters[name] for name in tangents}
         if not self._fast:
             context: Any = torch.enable_grad() if keeps_graph else torch.no_grad()
@@ -342,7 +344,7 @@ class Linearized:
 
 
 class Linearization:
-    """The output f for one batch, its change along τ, and the function that computes gradients.
+    """The output f for one batch, its change along τ, and a function that computes gradients.
 
     Args:
         f: Output, (N, C).
@@ -357,7 +359,7 @@ class Linearization:
         self.f = f
         """Output f, (N, C)."""
         self.change = torch.zeros_like(self.f) if change is None else change
-        """Change of the output along τ, J τ, (N, C)."""
+        """Change in the output along τ, J τ, (N, C)."""
 
     def gradient(
         self,
@@ -372,7 +374,7 @@ class Linearization:
         Args:
             u: Gradient of a cost with respect to f + J τ, (N, C).
             names: Parameters to differentiate with respect to. Defaults to all names in τ.
-            into: Gradients by parameter, to which the results are added in place.
+            into: Gradients by parameter to which the results are added in place.
             retain_graph: Whether to keep the graph for another call.
 
         Returns:
@@ -384,13 +386,13 @@ class Linearization:
             return gradients
         if u.shape != self.f.shape:
             raise ValueError(f"expected u to have the shape of f, {list(self.f.shape)}, got {list(u.shape)}")
-        # Expanded tensors, such as the gradient of a sum, have other strides, and recorded operations would not fit.
+        # Expanded tensors, such as the gradient of a sum, have other strides, which recorded operations do not support.
         results = self._backward(u.detach().to(self.f).contiguous(), selected, retain_graph=retain_graph)
         with torch.no_grad():
             present = [name for name in results if name in gradients]
             add_each([gradients[name] for name in present], [results[name] for name in present])
             for name in [name for name in results if name not in gradients]:
-                # Copied if it is added to later: two parameters may have the same tensor as gradient.
+                # Copied if results may be added to it later, because two parameters may share a gradient tensor.
                 gradients[name] = results[name].to(self._dtypes[name], copy=into is not None)
         return gradients
 
@@ -436,7 +438,7 @@ def _tangent(value: Tensor, parameter: Tensor) -> Tensor:
 def _detached(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Returns the tensor without its graph, on `device` if one is given.
 
-    Inference tensors are copied, since autograd cannot use them. Mirrored tensors have no graph, and remain mirrored.
+    Inference tensors are copied, because autograd cannot use them. Mirrored tensors have no graph, and stay mirrored.
     """
     if isinstance(tensor, MirroredTensor) and tensor.device_tensor.device == device:
         return tensor
@@ -446,7 +448,7 @@ def _detached(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Clears autocast's cache before and after a call: the tangents of cached parameters belong to another τ."""
+    """Clears autocast's cache before and after a call, because the tangents of cached casts are those of another τ."""
     torch.clear_autocast_cache()
     try:
         yield

@@ -1,19 +1,20 @@
 """Records the operations of a step of a linearised model, and replays them without the model.
 
-The Python code of the model, the dispatch mode and autograd execute the same few thousand operations in every step, on
-different values. `Recorder` is a dispatch mode that records these operations while they run: those of the forward pass,
-of its tangent and of the seeded backward pass. `Recorder.program` converts them to two Python functions without
+The Python code of the model, the dispatch mode and autograd execute the same few thousand operations in every step,
+with different values. `Recorder` is a dispatch mode that records these operations while they run: those of the forward
+pass, of its tangent and of the seeded backward pass. `Recorder.program` converts them to two Python functions without
 branches. `forward` takes the tangents and the batch, and returns f, J τ and the values that `backward` needs;
 `backward` takes these values and u, and returns gradients. Both delete every value after its last use.
 
 The same operations on the same values give bitwise identical results, so a replayed step equals an untraced one.
 
 A recording is valid for other batches of the same shapes only if the operations depend on the batch through tensors
-alone. `Recorder` therefore refuses steps with values read from a tensor, random numbers, tensors of unknown origin, or
-writes to parameters, buffers or the batch. There is one exception, because transformers checks whether a mask contains
-padding: Boolean tensors that are computed from the batch and from buffers may be read, or select rows. They are the
-conditions of a program, which is replayed only if each of them has as many true elements as in the recorded call. They
-are computed before each replay: on the CPU, without waiting for the device, if the values of the batch are there too.
+alone. `Recorder` therefore refuses steps that read values from a tensor, draw random numbers, use tensors of unknown
+origin, or write to parameters, buffers or the batch. There is one exception, because transformers checks whether a mask
+contains padding: Boolean tensors that are computed from the batch and from buffers may be read, and may select rows.
+They are the conditions of a program. Before each replay, the conditions are computed, and the program is replayed only
+if each of them has as many true elements as in the recorded call. If the values of the batch are also available on the
+CPU, the conditions are computed there, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ _EXACT = frozenset((
     "logical_not", "logical_or", "lt", "masked_fill", "mul", "ne", "ones", "permute", "select", "slice", "squeeze",
     "sub", "sum", "t", "transpose", "unsqueeze", "view", "where", "zeros",
 ))  # fmt: skip
-"""Operations whose results for integers are the same on every device; others may break ties in another order."""
+"""Operations whose results for integers are the same on every device; other operations may break ties differently."""
 
 
 class Operation(NamedTuple):
-    """One recorded call, as source code. The values of a program are identified by numbers."""
+    """One recorded call as source code. The values in a program are identified by numbers."""
 
     text: str
     """The call, such as `o3(v1, v2, (4, 8))`."""
@@ -73,11 +74,11 @@ class Operation(NamedTuple):
 class Recorder(DispatchMode):
     """Dispatch mode that records all operations that run inside it.
 
-    Values are numbered by weak reference, so that recording keeps no tensor alive.
+    Numbers are assigned to weak references, so that recording keeps no tensor alive.
 
     Args:
         inputs: Tensors that differ between calls: the tangents and the batch.
-        state: Tensors that belong to the model. The program reads these same tensors in every call.
+        state: Tensors of the model. The program reads the same tensors in every call.
     """
 
     def __init__(self, inputs: Sequence[Tensor], state: Iterable[Tensor]) -> None:
@@ -103,7 +104,7 @@ class Recorder(DispatchMode):
         self.seed = -1
         """Value number of u; -1 before the backward pass."""
         self.conditions: dict[int, int] = {}
-        """Value numbers of Boolean tensors on which the operations depend, with the counts of their true elements."""
+        """Boolean tensors on which the operations depend: the count of true elements, by value number."""
         self.inexact: set[int] = set()
         """Value numbers of results that may differ on another device."""
         self.inputs = [self._add_input(tensor) for tensor in inputs]
@@ -157,7 +158,7 @@ class Recorder(DispatchMode):
         self.seed = self._add_input(u)
 
     def _new_number(self, tensor: Tensor, sources: Iterable[int] = ()) -> int:
-        """Assigns a number to a new value. Its root is the first value with the same memory."""
+        """Assigns a number to a new value. The root of a value is the first value with the same memory."""
         number = len(self._roots)
         self._numbers[tensor] = number
         if tensor.is_floating_point() or tensor.is_complex():
@@ -177,7 +178,7 @@ class Recorder(DispatchMode):
             self._numbers[out] = number  # the same value: memory and shape are shared
             return out
         if func is aten.lift_fresh.default:
-            # A tensor from Python numbers.
+            # `lift_fresh` returns a tensor that was created from Python numbers.
             args = (self._constant_tensor(args[0]),)
             func = aten.clone.default
         if func is aten.nonzero.default and args[0].dim() == 1 and self._add_conditions(func, args):
@@ -223,7 +224,7 @@ class Recorder(DispatchMode):
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
         tensors = [item for item in outs if isinstance(item, Tensor)]
         if all(self._numbers.get(tensor) is not None for tensor in tensors):
-            # A conversion that returns its argument, or a query of a shape, with the same result for every batch.
+            # A conversion that returns its argument, or a query of a shape; its result is the same for every batch.
             return
         if any(self._numbers.get(tensor) is not None for tensor in tensors):
             self.refuse("an operation returns one of its arguments")
@@ -237,7 +238,7 @@ class Recorder(DispatchMode):
         self.operations.append(Operation(text, tuple(reads), writes, results, f"{target} = "))
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        """Returns the values that a mutating operation modifies."""
+        """Returns the numbers of the values that a mutating operation modifies."""
         numbers = []
         for tensor in written_arguments(func, args, kwargs):
             number = self.number(tensor)
@@ -305,7 +306,7 @@ def _reason_against(func: Any, args: Any, kwargs: Any) -> str | None:
 
 
 class Program:
-    """A recorded step as two functions; see the docstring of the module.
+    """A recorded step, as two functions; see the docstring of the module.
 
     Args:
         recorder: Recorder of the step.
@@ -342,12 +343,12 @@ class Program:
         return below_autograd(bypass=not self._compiled)
 
     def conditions_for(self, inputs: Sequence[Tensor], copies: Sequence[Tensor | None]) -> tuple[int, ...]:
-        """Returns the counts to compare with `conditions`.
+        """Returns the counts of true elements, which are compared with `conditions`.
 
         Args:
-            inputs: As for `forward`; the list is not changed.
-            copies: Copies of the inputs on the CPU, None for inputs without one. If all inputs that the conditions
-                depend on have one, the counts are not read from the device.
+            inputs: See `forward`. The list is not changed.
+            copies: Copies of the inputs on the CPU; None for inputs without a copy. If all inputs that the conditions
+                depend on have a copy, the counts are not read from the device.
         """
         if not self.conditions:
             return ()
@@ -370,7 +371,7 @@ class Program:
         return results
 
     def outputs(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Computes f and J τ, but not the values for `backward`, which saves memory. Empties `inputs`."""
+        """Computes f and J τ without the values for `backward`, which saves memory. Empties `inputs`."""
         with self._context():
             f, change, _ = self._define_forward([])(inputs, self.state)
         return f, change
@@ -390,8 +391,8 @@ class Program:
     def _inputs_of_conditions(self) -> list[int] | None:
         """Returns the indices of the inputs that the conditions depend on.
 
-        None if the conditions cannot be computed on the CPU: they depend on the state of the model, or on values that
-        may differ there.
+        Returns None if the conditions cannot be computed on the CPU, because they depend on the state of the model or
+        on values that may differ on the CPU.
         """
         recorder, operations = self._recorder, self._condition_operations()
         used = {*recorder.conditions, *(number for operation in operations for number in operation.reads)}
@@ -425,7 +426,7 @@ class Program:
     def _define(
         self, name: str, values: str, numbers: Sequence[int], lines: Iterable[str], *extra: str, on_cpu: bool = False
     ) -> Callable[..., Any]:
-        """Defines a function of a list of values (which it empties), the state of the model and `extra` arguments."""
+        """Defines a function of a list of values, which it empties, the state of the model, and `extra` arguments."""
         state = [self._name(number) for number in self._recorder.state]
         body = [
             f"[{', '.join(self._name(number) for number in numbers)}] = {values}",
@@ -460,7 +461,7 @@ def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..
             results = compiled(*args)
         except Exception as error:  # the exceptions of compiler backends have no common base class
             reason = " ".join(str(error).split()[:40])
-            remedy = "omit --compile (compile=True), or install a C++ compiler that torch.compile can find"
+            remedy = "omit --compile (or compile=True), or install a C++ compiler that torch.compile can find"
             raise KfacpackError(f"torch.compile cannot compile the linearised step: {reason}; {remedy}") from error
         if not graphs:
             return results
@@ -470,7 +471,7 @@ def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..
 
 
 def _needed(operations: Sequence[Operation], outputs: Iterable[int], root: Callable[[int], int]) -> list[Operation]:
-    """Returns the operations on which the outputs depend."""
+    """Returns those operations on which the outputs depend."""
     values, memory = set(outputs), {root(number) for number in outputs}
     needed = []
     for operation in reversed(operations):
@@ -483,7 +484,7 @@ def _needed(operations: Sequence[Operation], outputs: Iterable[int], root: Calla
 
 
 def _body(operations: Sequence[Operation], kept: Iterable[int], inputs: Iterable[int]) -> list[str]:
-    """Returns the source code of operations. Values that are not in `kept` are deleted after their last use."""
+    """Returns operations as lines of source code. Values that are not in `kept` are deleted after their last use."""
     remaining = {*inputs, *(number for operation in operations for number in operation.results)} - set(kept)
     lines = []
     for operation in reversed(operations):

@@ -1,12 +1,14 @@
 """Decides which calls of a linearised model are recorded and replayed, and computes their gradients.
 
-A program belongs to a signature: shapes and dtypes of the batch, the names in τ, autocast, and settings of torch that
-select kernels. If it has conditions, each outcome has its own program. It also belongs to a state of the module:
-its submodules and attributes, and the tensors among them, by identity. The values of these tensors may change.
+A program is valid for one signature: the shapes and dtypes of the batch, the names in τ, autocast, and settings of
+torch that select kernels. If there are conditions, there is a program for each of their outcomes. A program is also
+valid only for one state of the module: its submodules and attributes, including tensors, which are compared by
+identity. The values of these tensors may change.
 
-A signature is used three times before its program replaces the model. The first use is untraced, because many shapes
-occur only once. The second is recorded. The third runs both the model and the program, and the program is discarded
-unless both agree. Calls that cannot be recorded stay untraced; `Linearized.untraced` lists the reasons.
+A signature is used three times before its program replaces the model. The first call is untraced, because many shapes
+occur only once. The second call is recorded. The third call runs both the model and the program, and the program is
+discarded unless their results agree. Calls that cannot be recorded stay untraced, for the reasons in
+`Linearized.untraced`.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
     from kfacpack.linearization.program import Program, Recorder
 
 _MAX_SIGNATURES = 32
-"""Maximum number of signatures; the least recently used one is dropped."""
+"""Maximum number of signatures. If there are more, the least recently used one is dropped."""
 _MAX_RECORDINGS = 4
-"""Maximum number of recordings of one signature; a changed state of the module requires a new one."""
+"""Maximum number of recordings of one signature. A new recording is required when the state of the module changes."""
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 _BASE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes of every module. Apart from the children and hooks, their content does not affect the output."""
+"""Attributes that every module has. Except for children and hooks, their contents do not affect the output."""
 
 
 class ModuleState:
@@ -44,8 +46,8 @@ class ModuleState:
 
     Args:
         module: Module whose state is stored.
-        forward: The function that calls the module. The state includes variables that it captures and, if it is a bound
-            method, the attributes of its object.
+        forward: The function that calls the module. The state includes the variables that this function captures and,
+            for a bound method, the attributes of its object.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -77,7 +79,7 @@ class ModuleState:
         ]
         self._seen = self._values()
         self.tensors = [value for value in {id(value): value for value in self._seen}.values() if type(value) in _TYPES]
-        """Tensors that belong to the model."""
+        """Tensors of the model."""
         self._layouts = tensor_layouts(self.tensors)
         if any(self._hooks) or any(len(layout) == 1 for layout in self._layouts):
             self.problem = "the model has hooks"
@@ -111,7 +113,7 @@ _TYPES = (Tensor, nn.Parameter)
 
 
 def _container(value: Any) -> Any:
-    """Returns the mutable container of an object's items or attributes; None if there is none."""
+    """Returns the mutable container of an object's items or attributes; None if the object has none."""
     if isinstance(value, (dict, list, set)):
         return value
     if isinstance(value, (Tensor, nn.Module, type)) or callable(value):
@@ -134,7 +136,7 @@ def _agree(replayed: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def signature(keeps_graph: bool, names: Iterable[str], batch: Any, device: torch.device) -> Any:
-    """Returns a key that is equal for calls with the same program; None if a part of the batch is not hashable.
+    """Returns a key that is equal for calls with the same program; None if the batch contains unhashable values.
 
     Args:
         keeps_graph: Whether a gradient can be computed.
@@ -184,14 +186,14 @@ class ProgramEntry:
         self._recordings = 0
         self._state: ModuleState | None = None
         self.program: Program | None = None
-        """The program, once it is recorded."""
+        """The program; None before it is recorded."""
         self.verified = False
         """Whether the results of the program have been compared with those of the model, and agree."""
         self.refusal: str | None = None
         """Reason why calls with this signature stay untraced; None if there is none."""
 
     def begin_use(self, module: nn.Module, forward: Callable[..., Any], *, at_once: bool) -> ModuleState | None:
-        """Counts a call; returns the state of the module if the call is to be recorded.
+        """Counts a call; returns the state of the module if the call should be recorded.
 
         Args:
             module: Module that is called.
@@ -214,7 +216,7 @@ class ProgramEntry:
         return state
 
     def discard(self, refusal: str | None = None) -> None:
-        """Drops the program. If a reason is given, no other program is recorded."""
+        """Drops the program. If a reason is given, no further program is recorded."""
         self.program, self._state, self.verified = None, None, False
         self.refusal = refusal
 
@@ -222,7 +224,7 @@ class ProgramEntry:
         """Compares f and J τ from the program with those from the model, and discards the program if they differ.
 
         Returns:
-            Whether they agree.
+            Whether the results agree.
         """
         self.verified = all(map(_agree, replayed, expected))
         if not self.verified:
@@ -238,18 +240,18 @@ class ProgramEntry:
 
 
 class ProgramCache:
-    """LRU cache of programs, by signature."""
+    """LRU cache that maps signatures to programs."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Any, ProgramEntry] = OrderedDict()
 
     def entry(self, key: Any, inputs: Sequence[Tensor], copies: Sequence[Tensor | None]) -> ProgramEntry:
-        """Returns the entry for a call. Inputs that do not meet the conditions of a program have an entry of their own.
+        """Returns the entry for a call. Inputs that do not satisfy the conditions of a program have a separate entry.
 
         Args:
             key: Signature of the call.
             inputs: Tangents and tensors of the batch.
-            copies: Copies of the inputs on the CPU; None for inputs without one.
+            copies: Copies of the inputs on the CPU; None for inputs without a copy.
         """
         entry = self._entry(key)
         while (program := entry.program) and (counts := program.conditions_for(inputs, copies)) != program.conditions:
@@ -277,10 +279,10 @@ class ProgramCache:
 
 
 class Gradient(Protocol):
-    """Computes Jᵀ u by parameter; parameters that f does not depend on are left out."""
+    """Function that computes Jᵀ u by parameter. Parameters that f does not depend on are left out."""
 
     def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`. With `retain_graph`, it can be called again."""
+        """Returns the gradients for `names`. With `retain_graph`, the function can be called again."""
 
 
 class GraphGradient:
@@ -344,7 +346,7 @@ class ReplayedGradient:
 
     Args:
         program: Program that was replayed.
-        saved: Values that its forward pass returned for the backward pass.
+        saved: Values that the program's forward pass returned for the backward pass.
     """
 
     def __init__(self, program: Program, saved: list[Tensor]) -> None:
@@ -361,7 +363,7 @@ class ReplayedGradient:
 
         Raises:
             KfacpackError: If a tensor that the gradient needs was modified.
-            RuntimeError: If this is a second call, and the first call did not set `retain_graph`.
+            RuntimeError: If this is a second call and the first call did not set `retain_graph`.
         """
         if self._released:
             raise RuntimeError("cannot compute a gradient a second time; use retain_graph=True in the first call")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-30, 1e30
 """Weights outside this range would overflow and are rejected."""
-_ALLOW_PARTIAL = "To sum each block over the inputs that have it: --allow-partial (allow_partial=True)"
+_ALLOW_PARTIAL = "To sum each block over the inputs that have it, pass --allow-partial (allow_partial=True)"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MergeInput:
     curvature: Curvature
     """The curvature."""
     name: str
-    """Name in error messages: the file, or the position among the inputs."""
+    """Name in error messages: the path of the file, or the position among the inputs."""
 
     @classmethod
     def of(cls, source: Mergeable, position: int) -> MergeInput:
@@ -52,7 +52,7 @@ class MergeInput:
 
         Args:
             source: A curvature or the path of a bundle.
-            position: Position among the inputs, from 1, for error messages.
+            position: Position among the inputs, counted from 1, for error messages.
 
         Raises:
             KfacpackError: If `source` is neither a curvature nor a path.
@@ -65,14 +65,14 @@ class MergeInput:
 
     @cached_property
     def parents(self) -> tuple[Parent, ...]:
-        """The unmerged bundles that the input consists of, with their weights; at least one."""
+        """The unmerged bundles of which the input consists, with their weights. There is at least one."""
         if merge := self.curvature.about.merge:
             return merge.parents
         task, size = (self.source.task, self.source.dataset_size) if self.source else (None, self._example_count())
         return (Parent(sha256=self.curvature.digest, weight=1.0, task=task, dataset_size=size),)
 
     def _example_count(self) -> int | None:
-        """Returns the number of examples of the estimate, which is used if no dataset size is recorded."""
+        """Returns the number of examples in the estimate, which is used if no dataset size is recorded."""
         matrices = (matrix for block in self.curvature.blocks for _, matrix in block.structure.matrices())
         return max((matrix.examples for matrix in matrices if matrix.examples), default=None)
 
@@ -83,7 +83,7 @@ class MergeInput:
 
     @property
     def dataset_size(self) -> int | None:
-        """Size of the datasets of all parents together; None if one is unknown."""
+        """Total size of the parents' datasets; None if the size of one of them is unknown."""
         sizes = [parent.dataset_size for parent in self.parents if parent.dataset_size is not None]
         return sum(sizes) if len(sizes) == len(self.parents) else None
 
@@ -94,32 +94,32 @@ class MergeInput:
 
     @property
     def source(self) -> Source | None:
-        """The data that the curvature was estimated from."""
+        """The data from which the curvature was estimated."""
         return self.curvature.about.source
 
     @property
     def estimate(self) -> Estimate | None:
-        """The settings of the estimate."""
+        """The settings with which the curvature was estimated."""
         return self.curvature.about.estimate
 
     @property
     def estimate_without_seed(self) -> Estimate | None:
-        """The settings of the estimate except for the seed, for comparisons."""
+        """The settings in `estimate` except for the seed, for comparisons."""
         return self.estimate and self.estimate.model_copy(update={"seed": None})
 
 
 def relative_weights(inputs: Sequence[MergeInput], weights: Sequence[float] | None) -> list[float]:
-    """Computes the factor that each input's G is multiplied by, which is w_t for an input of one task.
+    """Computes the factor by which each input's G is multiplied. For an input with one task, the factor is w_t.
 
     Args:
         inputs: The inputs.
-        weights: One positive weight per input, of which only the ratios matter. None stands for the dataset sizes.
+        weights: One positive weight per input; only the ratios matter. If None, the dataset sizes are the weights.
 
     Returns:
         One factor per input.
 
     Raises:
-        KfacpackError: If the weights are invalid, or None and the size of a dataset is unknown.
+        KfacpackError: If the weights are invalid, or if they are None and the size of a dataset is unknown.
     """
     shares = _dataset_sizes(inputs) if weights is None else _check_weights(inputs, weights)
     for item in inputs:
@@ -131,9 +131,9 @@ def relative_weights(inputs: Sequence[MergeInput], weights: Sequence[float] | No
 
 
 def mean_output_scale(inputs: Sequence[MergeInput], factors: Sequence[float]) -> OutputScale | None:
-    """Returns the scale of f over the merged tasks; None if an input does not record it.
+    """Returns the scale of f over the merged tasks, or None if an input does not record its scale.
 
-    The scale is a weighted mean, with the weights of the tasks in the merged G.
+    The scale is a weighted mean, with the weights that the tasks have in the merged G.
 
     Args:
         inputs: The inputs.
@@ -148,13 +148,13 @@ def mean_output_scale(inputs: Sequence[MergeInput], factors: Sequence[float]) ->
 
 
 def scale_of_f(inputs: Sequence[MergeInput]) -> float:
-    """Returns the scale of f over the tasks of all bundles; 1 if f is normalised.
+    """Returns the scale of f over the tasks of all bundles, which is 1 if f is normalised.
 
-    The scale is a weighted mean, with the weights of the tasks in the sum of all G. With the metric `kl` it is also 1,
-    because the unit of this metric, nats, does not depend on the scale of f.
+    The scale is a weighted mean, with the weights that the tasks have in the sum of all G. With the metric `kl`, it is
+    also 1, because the unit of this metric, nats, does not depend on the scale of f.
 
     Args:
-        inputs: The bundles. Those that do not record the scale are assumed to have the mean of the others.
+        inputs: The bundles. Those that do not record their scale are assumed to have the mean scale of the others.
 
     Returns:
         The scale, or 0 if no bundle records it.
@@ -168,7 +168,7 @@ def scale_of_f(inputs: Sequence[MergeInput]) -> float:
 
 
 def weighted_scale(scales: Sequence[OutputScale], weights: Sequence[float]) -> OutputScale:
-    """Returns the weighted mean of scales; a negative weight subtracts a scale."""
+    """Returns the weighted mean of scales. A negative weight subtracts a scale."""
 
     def mean(values: Iterable[float]) -> float:
         total = sum(weight * value for weight, value in zip(weights, values, strict=True))
@@ -221,14 +221,14 @@ def check_addable(inputs: Sequence[MergeInput]) -> None:
     """Checks that the quadratic forms of the inputs can be added, regardless of their blocks.
 
     Raises:
-        KfacpackError: If f, the scaling or the base model differ, or if two inputs contain the same bundle.
+        KfacpackError: If f, the scaling or the base model differs, or if two inputs contain the same bundle.
     """
     first, *others = inputs
     for other in others:
         _check_function(first, other)
         scaling, other_scaling = first.curvature.about.scaling, other.curvature.about.scaling
         if scaling != other_scaling:
-            problem = f"use different scaling: {scaling.sharing!r} and {other_scaling.sharing!r}"
+            problem = f"use different scalings: {scaling.sharing!r} and {other_scaling.sharing!r}"
             raise _incompatible(first, other, problem)
     _check_base(inputs)
     _check_parents(inputs)
@@ -272,7 +272,7 @@ def _check_base(inputs: Sequence[MergeInput]) -> None:
             other, first = seen.setdefault(parameter.name, (item, parameter))
             if first != parameter:
                 models = " and ".join(owner.curvature.about.base.name for owner in (other, item))
-                problem = f"belong to different base models ({models}): the parameter {parameter.name!r} differs"
+                problem = f"have different base models ({models}): the parameter {parameter.name!r} differs"
                 raise _incompatible(other, item, problem)
 
 
@@ -281,10 +281,10 @@ def _check_parents(inputs: Sequence[MergeInput]) -> None:
     for item in inputs:
         for parent in item.parents:
             if parent.sha256 in seen:
-                bundle = f"the bundle {parent.sha256[:12]}…" + (f" of {parent.task}" if parent.task else "")
+                bundle = f"the bundle {parent.sha256[:12]}…" + (f" for {parent.task}" if parent.task else "")
                 other, task = seen[parent.sha256], parent.task or "TASK"
                 merged = other.curvature.about.merge or item.curvature.about.merge
-                subtract = f"To subtract it from a merged bundle: kfacpack merge --without {task} (without={task!r})"
+                subtract = f"Subtract it from a merged bundle with kfacpack merge --without {task} (without={task!r})"
                 remedy = subtract if merged else "Pass it once"
                 raise _incompatible(other, item, f"both contain {bundle}, which would be counted twice", remedy)
             seen[parent.sha256] = item
@@ -293,7 +293,7 @@ def _check_parents(inputs: Sequence[MergeInput]) -> None:
 def check_tasks(inputs: Sequence[MergeInput]) -> None:
     """Checks that no task occurs in two inputs, even if one of them is compressed or estimated from other examples.
 
-    A class split of a task (NAME@k/n) and the whole task overlap as well.
+    A class split of a task (NAME@k/n) also overlaps with the whole task.
 
     Raises:
         KfacpackError: If two inputs share a task or classes of a task.
@@ -302,7 +302,7 @@ def check_tasks(inputs: Sequence[MergeInput]) -> None:
     for item in inputs:
         for task in {parent.task: None for parent in item.parents if parent.task}:
             if task in seen:
-                remedy = "Pass one of them; estimates of one task from different examples are merged by 'shards'"
+                remedy = "Pass only one of them. To join estimates from different examples, use the rule 'shards'"
                 problem = f"both contain the task {task!r}, which would be counted twice"
                 raise _incompatible(seen[task], item, problem, remedy)
             others = (name for name, owner in seen.items() if owner is not item and share_classes(name, task))

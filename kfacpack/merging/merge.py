@@ -1,7 +1,7 @@
 """`kp.merge`: merges the curvatures of many tasks into one that approximates Σ w_t G_t, and measures the error.
 
-The error of a block is Σ_st C_st B_s ⊗ A_t, where C is diag(w) minus the coefficients of the rule. In
-coordinates (see `strips.py`) its norm is that of Xᵀ C Y, so no Kronecker product is ever built.
+The error of a block is Σ_st C_st B_s ⊗ A_t, where C is diag(w) minus the coefficients that the rule chooses. In
+coordinates (see `strips.py`), its norm equals that of Xᵀ C Y, so no Kronecker product is ever formed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _NOISE = 1e-12
-"""Relative errors below this are rounding errors of the Gram matrices, not approximation errors."""
+"""Relative errors below this value are rounding errors in the Gram matrices, not approximation errors."""
 WORKERS = 2
 """Number of threads that compute Gram matrices: one hashes while the other multiplies. Each has its own buffer."""
 
@@ -48,7 +48,7 @@ class BlockMergeReport:
     missing: tuple[str, ...] = ()
     """Inputs that do not have the block."""
     norm: float = 0.0
-    """‖Σ w B ⊗ A‖, if it was measured."""
+    """‖Σ w B ⊗ A‖; 0 if it was not measured."""
     error: float = 0.0
     """‖Σ w B ⊗ A − merged‖."""
     bound: float = 0.0
@@ -70,15 +70,15 @@ class MergeReport:
     """The approximation errors of a merge."""
 
     blocks: tuple[BlockMergeReport, ...]
-    """The report of each block."""
+    """One report per block."""
     measured: bool
     """Whether errors were measured; False if the merge is exact."""
     subtracted: tuple[str, ...] = ()
-    """Tasks that were subtracted from an input. The earlier merge error of its remaining tasks is then unknown."""
+    """Tasks that were subtracted from an input. The earlier merge error for its other tasks is then unknown."""
 
     @property
     def total(self) -> BlockMergeReport:
-        """The combined report of all blocks."""
+        """A combined report on all blocks."""
         norm, error, bound = (
             hypot(*(getattr(block, key) for block in self.blocks)) for key in ("norm", "error", "bound")
         )
@@ -87,7 +87,7 @@ class MergeReport:
 
     @property
     def partial(self) -> tuple[BlockMergeReport, ...]:
-        """Reports of the blocks that are missing in some inputs."""
+        """Reports on the blocks that are missing in some inputs."""
         return tuple(block for block in self.blocks if block.missing)
 
 
@@ -112,18 +112,18 @@ def merge(
 ) -> Curvature:
     """Merges curvatures into one that approximates Σ w_t G_t over all tasks, with weights w_t whose mean is one.
 
-    Blocks that are whole matrices or diagonals are summed exactly. For all others the approximation error is measured
-    and recorded in the `losses` of the block. The merged matrices are computed when they are used or saved.
+    Blocks that are whole matrices or diagonals are summed exactly. For all other blocks, the approximation error is
+    measured and recorded in the block's `losses`. The merged matrices are computed when they are used or saved.
 
     Args:
-        curvatures: Curvatures or paths of bundles; merged and compressed ones are allowed.
-        rule: "tak" is the paper's (Σ B_t) ⊗ (Σ λ_t A_t); "optimal" the nearest sum of `rank` Kronecker products;
+        curvatures: Curvatures or paths of bundles, which may be merged or compressed.
+        rule: "tak" is the paper's (Σ B_t) ⊗ (Σ λ_t A_t); "optimal" is the nearest sum of `rank` Kronecker products;
             "stack" keeps every term; "shards" joins estimates of one task from different examples into the estimate
             from all of them.
         rank: Number of Kronecker products that "optimal" keeps.
-        weights: One positive weight per input, of which only the ratios matter. Defaults to the dataset sizes.
-        without: Names of tasks to leave out. If an input was merged by "tak" and contains such a task, the bundle of
-            that task must be passed as another input, so that it can be subtracted.
+        weights: One positive weight per input; only the ratios matter. By default, the weights are the dataset sizes.
+        without: Names of tasks to leave out. If an input was merged by "tak" and contains such a task, the bundle for
+            that task must be passed as another input so that it can be subtracted.
         allow_partial: Whether a block may be missing in some inputs; it is then summed over the inputs that have it.
 
     Returns:
@@ -274,7 +274,7 @@ class _GramMatrices:
         self._pool.shutdown(cancel_futures=True)
 
     def add_coordinates(self, terms: Terms) -> Terms:
-        """Waits for the coordinates of a block and returns its terms with them."""
+        """Waits for the coordinates of a block and adds them to the block's terms."""
         keys = [tuple(map(id, side)) for side in terms.sides]
         return replace(terms, coordinates=tuple(self._sides[key].result() for key in keys if key in self._sides))
 
@@ -293,7 +293,7 @@ def _measure(name: str, terms: Terms, combination: Combination, missing: Sequenc
     B, A = combination.sides
     target = torch.diag(terms.weights)
     lost = target - B.T @ (combination.weights[:, None] * A)
-    # The paper's proof applied to C_t = w_t A_t; with equal weights this is the paper's bound itself.
+    # This bound applies the paper's proof to C_t = w_t A_t. With equal weights, it is the paper's own bound.
     bound = _deviation(X / terms.tasks[:, None], terms.tasks) * _deviation(terms.weights[:, None] * Y, terms.tasks)
     return BlockMergeReport(
         name, count, tuple(missing), float((X.T @ target @ Y).norm()), float((X.T @ lost @ Y).norm()), bound
@@ -307,7 +307,7 @@ def _deviation(points: Tensor, tasks: Tensor) -> float:
 
 
 def _losses(rule: MergeRule, earlier: Iterable[Sequence[Loss]], report: BlockMergeReport) -> tuple[Loss, ...]:
-    """Combines the inputs' earlier losses, keeping the largest errors per step, and appends those of this merge."""
+    """Combines the losses recorded in the inputs, keeping the largest error per step, and adds those of this merge."""
     before: dict[tuple[str, int], Loss] = {}
     for losses in earlier:
         seen: dict[str, int] = {}

@@ -2,17 +2,18 @@
 
 - `tak` is the paper's rule, (Σ B_t) ⊗ (Σ λ_t A_t): one term for any number of tasks. The paper is *Dataless Weight
   Disentanglement in Task Arithmetic via Kronecker-Factored Approximate Curvature* (TAK, ICLR 2026).
-- `stack` keeps every term with its weight: exact, and as large as all inputs together.
+- `stack` keeps every term with its weight. The result is exact, and as large as all inputs together.
 - `optimal` is the nearest sum of r Kronecker products in the Frobenius norm. Rearranged, Σ w_t B_t ⊗ A_t is the matrix
   Σ w_t vec(B_t) vec(A_t)ᵀ of rank T, whose best approximation of rank r is its truncated singular value decomposition.
-  In coordinates (see `strips.py`) that matrix is N = Xᵀ diag(w) Y, of shape (T, T). With singular vectors p and q
+  In coordinates (see `strips.py`), this matrix is N = Xᵀ diag(w) Y, of shape (T, T). With singular vectors p and q
   of N, N q = Σ w_t <A_t, q> B_t and Nᵀ p = Σ w_t <B_t, p> A_t give the coefficients of the factors.
 - `shards` joins estimates of one task from different examples into the estimate from all of them. A is a mean over
-  positions (over examples if positions are reduced first), B and whole matrices are means over examples, so the joint
-  mean is the mean of the shards' means weighted by these counts.
+  positions (or over examples if positions are reduced first); B and whole matrices are means over examples. The joint
+  mean is therefore the mean of the shards' means, weighted by these counts.
 
-Shapes: a block has K terms, those of all inputs in sequence. The `sides` of a Kronecker term are B and A; a block that
-is one whole matrix has a single side. A combination into r terms has coefficients of shape (r, K) for each side.
+Shapes: a block has K terms, which are those of all inputs in sequence. The `sides` of a Kronecker term are B and A; a
+block that is one whole matrix has a single side. A combination into r terms has coefficients of shape (r, K) for each
+side.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ if TYPE_CHECKING:
 
 
 PARTIAL = "partial"
-"""The step in a block's losses that records that some inputs did not have the block."""
+"""Name of the step that records, in a block's losses, that some inputs did not have the block."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of one block from all inputs; the target is Σ weight · (Kronecker product of the sides)."""
+    """The terms of one block from all inputs. The target is Σ weight · (Kronecker product of the sides)."""
 
     weights: Tensor
     """Weights, of shape (K,)."""
     tasks: Tensor
-    """Number of tasks in each term, of shape (K,): 3 if B is the sum over three tasks."""
+    """Number of tasks in each term, of shape (K,); for example, 3 if B is a sum over three tasks."""
     sides: tuple[tuple[Matrix, ...], ...]
     """K matrices for each side."""
     sharing: Sharing
-    """How positions that share a weight are treated."""
+    """How the curvature treats positions that share a weight."""
     coordinates: tuple[Tensor, ...] = ()
     """Coordinates of each side's matrices, of shape (K, K); see `strips.py`. Empty for exact rules."""
 
@@ -63,7 +64,7 @@ class Combination:
     weights: Tensor
     """Weights, of shape (r,)."""
     sides: tuple[Tensor, ...]
-    """Coefficients of each side, of shape (r, K)."""
+    """Coefficients for each side, of shape (r, K)."""
 
 
 class MergeRule(ABC):
@@ -73,7 +74,7 @@ class MergeRule(ABC):
         rank: Number of terms to keep, for rules that take a rank.
 
     Raises:
-        KfacpackError: If the rank is not an integer, or is not 1 for a rule that takes no rank.
+        KfacpackError: If the rank is not an integer, or if it is not 1 for a rule that takes no rank.
     """
 
     name: ClassVar[str]
@@ -90,7 +91,7 @@ class MergeRule(ABC):
         if type(rank) is not int:
             raise KfacpackError(f"rank {rank!r}: expected an integer")
         if rank != 1 and not self.ranked:
-            raise KfacpackError(f"the rule {self.name!r} has no rank; use 'optimal'")
+            raise KfacpackError(f"the rule {self.name!r} has no rank; to choose a rank, use 'optimal'")
 
     @property
     def step(self) -> str:
@@ -104,16 +105,16 @@ class MergeRule(ABC):
             losses: The losses of the merged curvature or of one of its blocks.
 
         Returns:
-            The relative error; 0 if no loss of this rule is recorded, None if the loss was not measured.
+            The relative error; 0 if no loss for this rule is recorded, and None if the loss was not measured.
         """
         own = [loss.frobenius for loss in losses if loss.step == self.step]
         return own[-1] if own else 0.0
 
     def check(self, inputs: Sequence[MergeInput]) -> None:
-        """Checks that the rule can merge the inputs, which `check_compatible` has accepted.
+        """Checks that the rule can merge the inputs, which `check_compatible` has already accepted.
 
         Raises:
-            KfacpackError: If the rule cannot merge them.
+            KfacpackError: If the rule cannot merge the inputs.
         """
         check_tasks(inputs)
 
@@ -126,7 +127,7 @@ class MergeRule(ABC):
         return Combination(torch.ones(1, dtype=torch.float64), (terms.weights[None],))
 
     def weights(self, inputs: Sequence[MergeInput], weights: Sequence[float] | None) -> list[float]:
-        """Returns the factor of each input in the target.
+        """Returns the factor by which each input is multiplied in the target.
 
         Args:
             inputs: The inputs.
@@ -180,7 +181,7 @@ class TakRule(MergeRule):
                 raise KfacpackError(f"{item.name}: {problem}. {remedy}")
 
     def kronecker(self, terms: Terms) -> Combination:
-        """Sums the B and averages the A of all terms."""
+        """Sums the factors B and averages the factors A of all terms."""
         # A term whose B is a sum over m tasks is equivalent to m equal terms, B / m ⊗ A, so merging merged curvatures
         # gives the same result as merging everything at once.
         B = torch.ones_like(terms.weights)
@@ -189,7 +190,7 @@ class TakRule(MergeRule):
 
 
 class StackRule(MergeRule):
-    """Keeps every term with its weight."""
+    """The rule that keeps every term with its weight."""
 
     name = "stack"
     exact = True
@@ -264,7 +265,7 @@ def _reflection(first: Tensor) -> Tensor:
 
 
 class ShardsRule(MergeRule):
-    """Joins estimates of one task from different examples into the estimate from all of them."""
+    """The rule that joins estimates of one task from different examples into the estimate from all of them."""
 
     name = "shards"
     exact = True
@@ -285,7 +286,7 @@ class ShardsRule(MergeRule):
         size = first.source.dataset_size if first.source else None
         total = sum(map(_examples, inputs))
         if size is not None and total > size:
-            raise KfacpackError(f"the shards have {total} examples but the dataset has {size}; some are counted twice")
+            raise KfacpackError(f"the shards have {total} examples, but the dataset has {size}: some are counted twice")
 
     def kronecker(self, terms: Terms) -> Combination:
         """Averages B over examples, and A over positions or examples."""
@@ -323,7 +324,7 @@ class ShardsRule(MergeRule):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the common dataset with the examples of all shards."""
+        """Returns the common source, with the total number of examples in all shards."""
         source = inputs[0].source
         return source and source.model_copy(update={"examples": sum(map(_examples, inputs))})
 
@@ -339,7 +340,7 @@ def _shares(matrices: Sequence[Matrix], *, over_positions: bool) -> Tensor:
 
 
 def _examples(item: MergeInput) -> int:
-    """Returns the number of examples of a shard, which must be the same for all of its matrices."""
+    """Returns the number of examples in a shard, which must be the same for all of its matrices."""
     counts = {matrix.examples for block in item.curvature.blocks for _, matrix in block.structure.matrices()}
     (only, *others) = counts
     if others or not only:
@@ -359,10 +360,11 @@ def _check_same_task(first: MergeInput, other: MergeInput) -> None:
     sources = [item.source and item.source.model_copy(update={"examples": None}) for item in (first, other)]
     if sources[0] != sources[1]:
         names = [item.source.task if item.source else "no task" for item in (first, other)]
-        problem = f"of different tasks, {names[0]!r} and {names[1]!r}" if len(set(names)) > 1 else "of different data"
-        raise KfacpackError(f"{first.name} and {other.name} are {problem}, expected shards of one task")
+        tasks = f"for different tasks, {names[0]!r} and {names[1]!r}"
+        problem = tasks if len(set(names)) > 1 else "from different data"
+        raise KfacpackError(f"{first.name} and {other.name} were estimated {problem}; expected shards of one task")
     if first.estimate_without_seed != other.estimate_without_seed:
-        problem = "were estimated with different settings, expected shards of one task"
+        problem = "were estimated with different settings; expected shards of one task"
         raise KfacpackError(f"{first.name} and {other.name} {problem}")
 
 

@@ -53,7 +53,7 @@ DIRECT_ENTRIES = 1024
 DIRECT_WHOLE_ENTRIES = 4096
 """Blocks that are one whole matrix are solved directly if they have at most this many entries."""
 EIGENVECTOR_SIDE = 1024
-"""Up to this side, the preconditioner uses eigenvectors; computing them takes less time than it saves."""
+"""Up to this side, the preconditioner uses eigenvectors, because computing them takes less time than they save."""
 _FLIP_FLOP_STEPS, _MAX_RESTARTS = 1, 3
 
 
@@ -94,7 +94,7 @@ class Solution:
 
 
 class _NotPositiveError(Exception):
-    """Raised if Σ w G + ε is found not to be positive definite."""
+    """Raised if Σ w G + ε is not positive definite."""
 
 
 def solve_block(
@@ -112,7 +112,7 @@ def solve_block(
         name: Name of the block, for the report and error messages.
         terms: At least one summand of the objective.
         settings: Damping, tolerance and maximum number of iterations.
-        cache: Operators that are shared with other blocks.
+        cache: Cache of operators, which can be shared with other blocks.
         mask: Matrix of 0 and 1, (rows, columns), with 1 for entries that may change. By default, all may change.
         mean: tr(Σ w G) / (rows · columns), used in ε. By default, it is computed from the terms.
 
@@ -131,7 +131,7 @@ def solve_block(
     try:
         solution = _System(name, repaired, settings, OperatorCache(), mask, mean).solve()
     except _NotPositiveError as error:
-        cause = f"with the damping {settings.damping:g}. Use another damping"
+        cause = f"with damping {settings.damping:g}. Use a larger damping"
         if any(term.weight * weight < 0 for term in terms for weight in term.structure.weights):
             cause = "because of a negative weight. Use bundles of single tasks, or merge them by 'tak' or 'stack'"
         problem = "is not positive definite to working precision, even without the negative eigenvalues of its matrices"
@@ -201,7 +201,7 @@ class _System:
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Side of each operator of a product."""
+        """Side of each operator in a product."""
         return (prod(self.shape),) if self.is_whole else self.shape
 
     def _mean_eigenvalue(self) -> float:
@@ -277,7 +277,7 @@ class _System:
         return SolvedBlock(name=self.name, iterations=iterations, residual=residual, before=self.objective, after=after)
 
     def _direct(self) -> Tensor | None:
-        """Solves the system by factorisation if that is cheap; returns None otherwise."""
+        """Solves the system by factorisation if this is cheap; returns None otherwise."""
         diagonals = self._diagonals()
         if diagonals is not None:
             denominator = diagonals + self.epsilon
@@ -322,7 +322,7 @@ class _System:
         return solution.reshape(self.shape).to(self.dtype)
 
     def _multiples_of_identity(self, side: int) -> list[float] | None:
-        """Returns c_t if the operator of one side is c_t · I in every product, else None."""
+        """Returns the scalars c_t if the operator on one side is c_t · I in every product, else None."""
         scalars = []
         for _, operators in self.products:
             if not operators[side].is_diagonal:
@@ -345,7 +345,7 @@ class _System:
         return torch.cholesky_solve(self.right.T, factor).T
 
     def _solve_product(self) -> Tensor:
-        """Solves B D A + ε D = R by the eigenvectors of B and A, for products that share an operator on one side."""
+        """Solves B D A + ε D = R with the eigenvectors of B and A if all products share an operator on one side."""
         shared = 0 if len({id(operators[0]) for _, operators in self.products}) == 1 else 1
         factors = [full_matrix(operator, side) for operator, side in self._paired(self.products[0][1])]
         factors[1 - shared] = torch.zeros_like(factors[1 - shared])
@@ -400,7 +400,7 @@ class _System:
         return iterations
 
     def _preconditioner(self) -> LinearMap:
-        """Returns x -> P⁻¹ x for a P close to M = Σ w G + ε."""
+        """Returns x -> P⁻¹ x for a matrix P close to M = Σ w G + ε."""
         if self.is_whole:
             scale = torch.full(self.sides, self.epsilon, dtype=self.dtype)
             for weight, (operator,) in self.products:
@@ -417,7 +417,7 @@ class _System:
         return multiply if mask is None else lambda x: mask * multiply(x)
 
     def _diagonal_in_eigenvectors(self, inverses: Sequence[tuple[Tensor, ...]]) -> LinearMap:
-        """Returns x -> P⁻¹ x, where P has the eigenvectors of B ⊗ A and the same diagonal as M in that basis."""
+        """Returns x -> P⁻¹ x for the P with the eigenvectors of B ⊗ A and the same diagonal as M in that basis."""
         Q_B, Q_A = (
             torch.block_diag(*(block for part in parts for block in torch.linalg.eigh(part).eigenvectors))
             for parts in inverses
@@ -480,7 +480,7 @@ def _multiply_blocks(blocks: Sequence[Tensor], x: Tensor) -> Tensor:
     """Returns M x for a block-diagonal matrix M."""
     heights = [part.shape[0] * part.shape[1] for part in blocks]
     products = [
-        # A batch of one matrix is slower than the matrix itself.
+        # Multiplying by a batch of one matrix is slower than multiplying by the matrix itself.
         part[0] @ rows if len(part) == 1 else (part @ rows.reshape(*part.shape[:2], -1)).reshape(rows.shape)
         for part, rows in zip(blocks, x.split(heights), strict=True)
     ]

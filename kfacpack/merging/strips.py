@@ -48,11 +48,11 @@ class Strip:
     start: int
     """Index of the first element."""
     stop: int
-    """Index after the last element."""
+    """Index one past the last element."""
 
 
 class StripLayout(ABC):
-    """The common layout of matrices of the same side: the order of their entries, and which of them occur twice."""
+    """The common layout of matrices of the same side: the order of their entries, and which entries occur twice."""
 
     side: int
     """Side n of the matrices."""
@@ -61,15 +61,15 @@ class StripLayout(ABC):
 
     @abstractmethod
     def strips(self, limit: int) -> Iterator[Strip]:
-        """Yields strips that cover the matrix in the order of `data`. Each has at most `limit` elements, or one row."""
+        """Yields strips that cover `data` in order. Each has at most `limit` elements, unless it is a single row."""
 
     @abstractmethod
     def is_strip(self, strip: Strip) -> bool:
-        """Returns whether the elements are a range that `read` supports."""
+        """Returns whether `read` supports this range of elements."""
 
     @abstractmethod
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
-        """Returns a strip of one matrix in a floating-point dtype; it may share memory with the matrix."""
+        """Returns a strip of one matrix in a floating-point dtype. The tensor may share memory with the matrix."""
 
     @abstractmethod
     def diagonal(self, strip: Strip) -> Tensor:
@@ -83,7 +83,7 @@ class StripLayout(ABC):
 
 
 class DiagonalStrips(StripLayout):
-    """The diagonals of diagonal matrices. A strip is any range of elements."""
+    """Layout of diagonal matrices. A strip is any range of diagonal elements."""
 
     def __init__(self, side: int):
         self.side = side
@@ -114,7 +114,7 @@ class DiagonalStrips(StripLayout):
 
 
 class TriangleStrips(StripLayout):
-    """The lower triangles of `count` diagonal blocks. A strip is a range of whole rows of one triangle."""
+    """Layout of the lower triangles of `count` diagonal blocks. A strip is a range of whole rows in one triangle."""
 
     def __init__(self, side: int, count: int = 1):
         self.side, self.count = side, count
@@ -172,7 +172,7 @@ def iterate_strips(layout: StripLayout, matrices: Sequence[Matrix]) -> Iterator[
     """Iterates over the strips of T matrices.
 
     Args:
-        layout: Their common layout.
+        layout: The common layout of the matrices.
         matrices: T matrices.
 
     Yields:
@@ -187,8 +187,8 @@ def iterate_strips(layout: StripLayout, matrices: Sequence[Matrix]) -> Iterator[
 def write_strip(layout: StripLayout, matrices: Sequence[Matrix], strip: Strip, buffer: FloatArray) -> FloatArray:
     """Copies one strip of T matrices into a buffer.
 
-    Uses numpy, which copies and adds in a single thread: for arrays this small, torch's threads spend more time
-    on synchronisation than on computation, especially on a busy machine.
+    Uses NumPy, which copies and adds in a single thread: for such small arrays, torch's threads spend more time on
+    synchronisation than on computation, especially on a busy machine.
 
     Args:
         layout: The common layout of the matrices.
@@ -220,7 +220,7 @@ def _row_indices(first: int, last: int) -> Tensor:
 
 
 def _read_triangle(matrix: Matrix, block: int, first: int, last: int) -> Tensor:
-    """Returns rows `first` to `last` of one of the stored triangles of a matrix."""
+    """Returns rows `first` to `last` of one of the stored triangles in a matrix."""
     start = block * matrix.components.specs["data"][1][-1]
     values = matrix.components.span("data", start + triangle_length(first), start + triangle_length(last))
     if "scale" not in matrix.components.specs:
@@ -279,7 +279,7 @@ def _read_dense(matrix: Matrix, first: int, last: int) -> Tensor:
 
 
 def _packed_rows(rows: Tensor, first: int) -> Tensor:
-    """Returns rows of a full matrix, starting at row `first`, up to and including the diagonal."""
+    """Returns the entries up to and including the diagonal in rows of a full matrix, starting at row `first`."""
     return rows[torch.ones_like(rows, dtype=torch.bool).tril(first)]
 
 
@@ -308,7 +308,7 @@ def gram(matrices: Sequence[Matrix]) -> Tensor:
     products = np.zeros((len(distinct), len(distinct)))
     for strip, rows in iterate_strips(layout, distinct):
         on_diagonal = rows[:, layout.diagonal(strip).numpy()]
-        # numpy recognises a product of a matrix with its own transpose and does half the work.
+        # NumPy recognises a product of a matrix with its own transpose and does half the work.
         products += 2 * (rows @ rows.T) - on_diagonal @ on_diagonal.T
     order = list(unique)
     index = torch.tensor([order.index(id(matrix)) for matrix in matrices])
@@ -386,7 +386,7 @@ class MatrixCombiner:
     """
 
     def __init__(self) -> None:
-        # The inputs are stored along with the result because their ids are the key.
+        # The inputs are stored along with the result so that their ids, which form the key, stay valid.
         self._combined: dict[tuple[tuple[int, float], ...], tuple[Matrix, list[Matrix]]] = {}
 
     def __call__(self, matrices: Sequence[Matrix], coefficients: Sequence[float], *, psd: bool | None = None) -> Matrix:

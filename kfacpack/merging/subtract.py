@@ -1,8 +1,8 @@
 """Subtraction of tasks from a merged curvature.
 
-`tak` stores sums: for T tasks, B = Σ B_t and T A = Σ w_t A_t. Let D be the T_D tasks to remove, and f the factor that
-multiplied their weights in the merge. The weights of the others are rescaled so that their mean is one again, and the
-result is, up to rounding, the merge of the other tasks alone:
+`tak` stores sums: for T tasks, B = Σ B_t and T A = Σ w_t A_t. Let D be the set of T_D tasks to remove, and f the factor
+by which the merge multiplied their weights. The weights of the other tasks are rescaled so that their mean is one
+again. Up to rounding, the result is the merge of the other tasks alone:
 
     B' = B − Σ_D B_d        A' = (T A − f Σ_D w_d A_d) / (T − f T_D)        G' = (T − T_D) (G − f G_D) / (T − f T_D)
 """
@@ -39,7 +39,7 @@ _REMEDY = "Merge the bundles of the other tasks again"
 def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tuple[int, MergeInput]]:
     """Removes tasks from the inputs of a merge.
 
-    Inputs that consist only of these tasks are dropped. They are subtracted from merged inputs that contain them.
+    Inputs that consist only of these tasks are dropped after being subtracted from merged inputs that contain them.
 
     Args:
         inputs: The inputs.
@@ -60,7 +60,7 @@ def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tu
             names = ", ".join(sorted(filter(None, available))) or "unnamed tasks only"
             raise KfacpackError(f"no input contains the task {task!r}; the inputs contain {names}")
     if not kept:
-        raise KfacpackError(f"no input remains after the removal of {', '.join(tasks)}")
+        raise KfacpackError(f"no input remains after removing {', '.join(tasks)}")
     remaining = []
     for index, item in kept:
         merged = item
@@ -68,7 +68,7 @@ def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tu
             if {parent.sha256 for parent in part.parents} <= {parent.sha256 for parent in merged.parents}:
                 merged = subtract_parents(merged, part)
         if remaining_tasks := [parent.task for parent in merged.parents if parent.task in tasks]:
-            _require_sums(merged, [TakRule.name])  # otherwise, its own bundle would not help
+            _require_sums(merged, [TakRule.name])  # for other rules, passing the task's own bundle would not help
             problem = f"contains {remaining_tasks[0]!r}, whose own bundle is not among the inputs"
             raise SubtractionError(f"{merged.name}: {problem}. Add it to the inputs, or merge the other tasks again")
         remaining.append((index, merged))
@@ -80,7 +80,7 @@ def subtract_parents(merged: MergeInput, part: MergeInput) -> MergeInput:
 
     Args:
         merged: A curvature that was merged by `tak`.
-        part: One of its parents, or a curvature merged from several of its parents.
+        part: One of the parents of `merged`, or a curvature merged from several of them.
 
     Returns:
         The curvature of the remaining parents.
@@ -118,7 +118,7 @@ def _subtract_block(
     own = part.blocks.get(block.name)
     whole = block.structure
     if own is None or own.join != block.join or len(own.structure.sides) != len(whole.sides) or len(whole.weights) > 1:
-        raise SubtractionError(f"{part.name}: has no block {block.name!r} that matches that of {merged.name}")
+        raise SubtractionError(f"{part.name}: has no block {block.name!r} that matches the block in {merged.name}")
     weights = own.structure.weights
     sides = [(*matrices, *removed) for matrices, removed in zip(whole.sides, own.structure.sides, strict=True)]
     G = [others / remaining, -factor * others / remaining]
@@ -137,7 +137,7 @@ def _subtract_block(
 
 
 def _remaining_output_scale(merged: MergeInput, part: MergeInput, factor: float) -> OutputScale | None:
-    """Returns the scale of f over the remaining tasks: the weighted mean without the subtracted tasks."""
+    """Returns the scale of f over the remaining tasks, which is the weighted mean without the subtracted tasks."""
     whole, removed = (item.curvature.about.output_scale for item in (merged, part))
     if whole is None or removed is None:
         return None
@@ -145,7 +145,7 @@ def _remaining_output_scale(merged: MergeInput, part: MergeInput, factor: float)
 
 
 def _unmeasured(losses: Sequence[Loss]) -> tuple[Loss, ...]:
-    """Clears the error of `tak`: for the remaining tasks it depends on their own bundles, which are not available."""
+    """Clears the recorded error of `tak`, which cannot be updated without the bundles of the remaining tasks."""
     return tuple(Loss(step=TakRule.name) if loss.step == TakRule.name else loss for loss in losses)
 
 
@@ -155,7 +155,7 @@ def _require_sums(item: MergeInput, rules: Sequence[str]) -> None:
     if merge is None or merge.rule not in rules:
         problem = f"was merged by {merge.rule!r}" if merge else "was not merged"
         raise SubtractionError(f"{item.name}: {problem}; exact subtraction requires {' or '.join(rules)}. {_REMEDY}")
-    # Parents may have been compressed before they were merged, because the compressed matrices were summed.
+    # Parents may have been compressed before the merge, which then summed the compressed matrices.
     steps = [loss.step for loss in item.curvature.about.losses]
     since_merge = steps[steps.index(TakRule.name) + 1 :] if TakRule.name in steps else steps
     inexact = [step for step in steps if step == PARTIAL or step.startswith(f"{OptimalRule.name}:")]
@@ -170,7 +170,8 @@ def _factor(merged: MergeInput, part: MergeInput) -> float:
     factors = [weights[parent.sha256] / parent.weight for parent in part.parents]
     if not all(isclose(factor, factors[0], rel_tol=1e-9) for factor in factors):
         raise SubtractionError(
-            f"{part.name}: cannot be subtracted, because {merged.name} contains its parents with other relative weights"
+            f"{part.name}: cannot be subtracted, because {merged.name} contains its parents with different relative "
+            "weights"
         )
     return factors[0]
 

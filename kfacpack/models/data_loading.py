@@ -76,7 +76,7 @@ def batches(
 
     Args:
         model: Model that prepares the examples.
-        sources: Splits to read from, with their tasks' names.
+        sources: Splits to read from, each with the name of its task.
         indices: Source and example indices of each batch. They are read slightly ahead and may be infinite.
         pin_memory: Whether to return tensors in pinned memory if the model is on a CUDA device.
 
@@ -121,13 +121,13 @@ def step_batches(
 
     Args:
         model: Model that prepares the examples.
-        sources: Splits to read from, with their tasks' names.
+        sources: Splits to read from, each with the name of its task.
         steps: Source and example indices of the batches of each step. They are read ahead and may be infinite.
-        labels: Function that returns the labels of examples, (N,), on the CPU. If it is given, pairs of a batch and its
-            labels are yielded.
+        labels: Function that returns the labels of N examples, (N,), on the CPU, given their indices. If it is given,
+            pairs of a batch and its labels are yielded.
 
     Raises:
-        KfacpackError: As for `batches`.
+        KfacpackError: If an example cannot be read, or a worker process exited unexpectedly.
     """
     move = BatchMover(next(model.module.parameters()).device)
     ahead, steps = tee(steps)
@@ -141,10 +141,11 @@ def step_batches(
 
 
 class BatchMover:
-    """Moves batches to a device, all tensors of a batch in one copy.
+    """A function that moves batches to a device, with one copy for all tensors of a batch.
 
-    On CUDA devices, the copy runs on a separate stream, from pinned memory, in parallel with earlier work. Tensors of
-    integers and Booleans are mirrored, so that models can read them without waiting.
+    On CUDA devices, the copy runs on a separate stream, from pinned memory, in parallel with earlier work. The values
+    of integer and Boolean tensors also stay on the CPU (see `MirroredTensor`), so that models can read them without
+    waiting for the device.
 
     Args:
         device: The device.
@@ -155,7 +156,7 @@ class BatchMover:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: ModelInput) -> Any:
-        """Returns the batch with its tensors on the device; they may share memory."""
+        """Returns the batch with its tensors on the device. The tensors may share memory."""
         tensors = tensors_of(batch)
         if not tensors or all(tensor.device == self._device for tensor in tensors):
             return batch
@@ -171,7 +172,7 @@ class BatchMover:
 
 
 class DeferredValues:
-    """Values of a tensor that are read later, after more work has been started, so that the device is not idle.
+    """Values of a tensor that are read later, after more work has been queued, so that the device is never idle.
 
     Args:
         tensor: The tensor, which must not be modified. On CUDA devices, its copy to the CPU starts immediately.
@@ -185,7 +186,7 @@ class DeferredValues:
             self._copied = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> list[float]:
-        """Returns the values; waits until they are computed."""
+        """Waits until the values have been computed, and returns them."""
         if self._copied is not None:
             self._copied.synchronize()
         values: list[float] = self._values.tolist()
@@ -204,7 +205,7 @@ class _BatchDataset(Dataset[Any]):
         try:
             return self._prepare([split[number] for number in indices], task)
         except KfacpackError as error:
-            # If it were raised here, DataLoader would add the worker's traceback to the message.
+            # If the error were raised here, DataLoader would add the worker's traceback to the message.
             return error
 
 
@@ -228,7 +229,7 @@ def _num_workers(sources: Sequence[SplitSource]) -> int:
 
 
 def _needs_decoding(split: Split) -> bool:
-    """Returns whether a split has encoded images. Embedded tasks have decoded images, and texts need no decoding."""
+    """Returns whether a split contains encoded images. Images of embedded tasks are decoded already."""
     if not len(split):
         return False
     try:
@@ -249,8 +250,8 @@ def image_batches(transform: Callable[[Any], Tensor], model: str) -> Callable[[S
         for example in examples:
             if "image" not in example:
                 columns = ", ".join(map(repr, example))
-                raise KfacpackError(f"{model} expects images, but {task!r} has columns {columns}; use a text model")
-        # Convert before resizing, as both libraries do with their training data: resizing palette indices is wrong.
+                raise KfacpackError(f"{model} expects images, but {task!r} has the columns {columns}; use a text model")
+        # Convert before resizing, as open_clip and timm do in training: palette indices cannot be interpolated.
         return torch.stack([transform(example["image"].convert("RGB")) for example in examples])
 
     return prepare
@@ -272,10 +273,10 @@ def outputs(
         task: Name of the task.
         indices: Indices of the examples.
         batch_size: Examples per batch.
-        forward: Function from a batch to f; defaults to the model's own. Used for edited models.
+        forward: Function that computes f from a batch, for edited models. Defaults to that of the model.
 
     Yields:
-        The indices of the examples of a batch, and their f, (N, C), in at least float32.
+        The indices of the examples in a batch, and f for these examples, (N, C), in at least float32.
 
     Raises:
         KfacpackError: If f contains NaN or Inf, or an example cannot be read.
@@ -289,14 +290,14 @@ def outputs(
 def prepared_batches(
     model: Model, split: Split, task: str, indices: Sequence[int], batch_size: int
 ) -> Iterator[tuple[Sequence[int], Batch]]:
-    """Yields every prepared batch with the indices of its examples; see `outputs` for the arguments."""
+    """Yields the indices of the examples in each batch, and the prepared batch; see `outputs` for the arguments."""
     groups = list(batched(indices, batch_size))
     yield from zip(groups, batches(model, [(split, task)], [(0, group) for group in groups]), strict=True)
 
 
 @contextmanager
 def name_task_in_errors(split: Split, task: str, chosen: Sequence[int]) -> Iterator[None]:
-    """Context manager that names the task, the split and the examples in the error if f contains NaN or Inf."""
+    """Context manager that adds the task, the split and the examples to the error if f contains NaN or Inf."""
     try:
         yield
     except NotFiniteError as error:
@@ -312,7 +313,7 @@ _FINGERPRINT_EXAMPLES = 32
 def fingerprint(
     model: Model, split: Split, task: str, indices: Sequence[int] | None = None, *, labels: bool = False
 ) -> str:
-    """Returns a digest of the data, to detect changes at the cost of preparing one batch.
+    """Returns a digest that detects changes in the data, at the cost of preparing one batch.
 
     The digest covers the number of examples and up to 32 prepared examples, evenly spaced and including the first and
     the last.

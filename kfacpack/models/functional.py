@@ -1,7 +1,7 @@
-"""Helpers that treat a module as a function f of a batch and of its parameters.
+"""Helpers that treat a module as a function f of a batch and of the module's parameters.
 
 They call a model on a batch (a tensor, tuple or dict), select parameters by name or pattern, and temporarily switch a
-module to eval mode. f has shape (N, C): N examples, width C. An example of a language model may have several
+module to eval mode. f has shape (N, C): N examples, width C. In language models, one example may have several
 consecutive rows of f.
 """
 
@@ -29,7 +29,7 @@ Forward: TypeAlias = Callable[..., Any]
 
 
 NOT_FINITE = "f contains NaN or Inf; check the inputs, or use another dtype for the model"
-"""Error message for an f that is not finite."""
+"""Error message for outputs that are not finite."""
 
 
 _PATCH_LOCK = threading.RLock()
@@ -37,10 +37,10 @@ _PATCH_LOCK = threading.RLock()
 
 @contextmanager
 def reentrant_checkpoints_refused(remedy: str) -> Iterator[None]:
-    """Context manager in which this thread may not call `torch.utils.checkpoint` with `use_reentrant=True`.
+    """Context manager that raises an error if this thread calls `torch.utils.checkpoint` with `use_reentrant=True`.
 
-    Such a call computes a part of the model without gradients, so the parameters of this part are missing from
-    autograd's graph.
+    Such a call runs a part of the model without gradients, so the parameters of this part are missing from autograd's
+    graph.
 
     Args:
         remedy: What to do instead, for the error message.
@@ -69,7 +69,7 @@ def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> T
     """Calls a model on a batch and checks its output.
 
     Args:
-        forward: Function from a batch to f.
+        forward: Function that computes f from a batch.
         batch: A tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
         finite: Whether to check that f is finite, which synchronises with the device.
 
@@ -90,7 +90,7 @@ def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> T
         else:
             f = forward(**batch) if isinstance(batch, Mapping) else forward(*batch)
     except TypeError as error:
-        hint = "A batch must contain the arguments of f without labels; use ((x,) for x, y in loader) to drop them"
+        hint = "A batch must contain the arguments of f without labels; use ((x,) for x, y in loader) to drop labels"
         raise KfacpackError(f"the model cannot be called with this batch: {error}. {hint}") from error
     if not isinstance(f, Tensor) or f.dim() != 2 or not f.is_floating_point() or 0 in f.shape:
         output = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
@@ -135,7 +135,7 @@ def tensors_of(batch: ModelInput) -> list[Tensor]:
 
 
 def batch_size_of(batch: ModelInput) -> int | None:
-    """Returns the number of examples, or None if the tensors of the batch differ in their first dimension."""
+    """Returns the number of examples in a batch, or None if its tensors differ in their first dimension."""
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -155,15 +155,16 @@ _MIRRORED = frozenset((
     "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or",
     "__invert__", "__and__", "__or__", "__rand__", "__ror__",
 ))  # fmt: skip
-"""Functions whose results are mirrored. Their results are determined by the arguments, and exact for integers."""
+"""Functions whose results are mirrored too. The results depend only on the arguments, and are exact for integers."""
 
 
 class MirroredTensor(Tensor):
-    """A device tensor of integers or Booleans, with its values also on the CPU, so that reading them does not wait.
+    """An integer or Boolean tensor on a device, with a copy of its values on the CPU that is read without waiting.
 
     Models may read values of their batch: transformers, for example, checks whether a mask contains padding. The result
     of a function in `_MIRRORED` is mirrored as well; its values are computed on the CPU when they are first read. Other
-    functions are applied to the tensor on the device. After a modification, values are read from the device.
+    functions are applied to the tensor on the device. Once the tensor has been modified in place, its values are read
+    from the device.
     """
 
     device_tensor: Tensor
@@ -173,7 +174,9 @@ class MirroredTensor(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, host: Tensor | Callable[[], Tensor]) -> Tensor:
-        """Returns a mirrored tensor, or `tensor` itself if it has another dtype or does not record modifications.
+        """Returns a mirrored tensor, or `tensor` itself if its dtype is not supported or it is an inference tensor.
+
+        Inference tensors do not record modifications, so a copy of their values may become outdated.
 
         Args:
             tensor: The tensor on the device.
@@ -190,7 +193,7 @@ class MirroredTensor(Tensor):
         return tensor_versions([self.device_tensor]) == self._versions
 
     def host(self) -> Tensor:
-        """Returns, on the CPU, the values that the tensor had at the time of construction."""
+        """Returns the values that the tensor had when it was constructed, on the CPU."""
         if not isinstance(self._host, Tensor):
             self._host = self._host()
         return self._host
@@ -226,12 +229,12 @@ def device_tensor(value: Any) -> Any:
 
 
 def host_copy(tensor: Tensor) -> Tensor | None:
-    """Returns the values of a mirrored tensor on the CPU; None for other tensors, and after a modification."""
+    """Returns the CPU copy of a mirrored tensor; None for other tensors, or if the tensor has been modified."""
     return tensor.host() if isinstance(tensor, MirroredTensor) and tensor.is_current() else None
 
 
 def _replaced(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Returns arguments of a call with `function` applied to each item of lists, tuples and dicts."""
+    """Returns the arguments of a call with `function` applied to each item in lists, tuples and dicts."""
     if type(value) in (list, tuple):
         return type(value)(_replaced(item, function) for item in value)
     if type(value) is dict:
@@ -248,15 +251,17 @@ def _nested_tensors(value: Any) -> list[Any]:
 
 _RAW_READS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage"))
 """Methods that read the memory of a tensor without calling an operation that a dispatch mode can intercept."""
-_PATCH_LOCK = threading.RLock()
 
 
 @contextmanager
 def reads_reported(report: Callable[[str], None]) -> Iterator[None]:
-    """Context manager that reports calls of methods that read the values of a tensor without the dispatcher.
+    """Context manager that reports calls to methods that read the values of a tensor without using the dispatcher.
 
-    The methods are replaced temporarily. A `TorchFunctionMode` would also see them, but it disables the fast path of
-    nn.MultiheadAttention, so the operations would not be those of an untraced call.
+    The methods are replaced temporarily. A `TorchFunctionMode` could intercept them as well, but it disables the fast
+    path of nn.MultiheadAttention, so the model would run other operations than usual.
+
+    Args:
+        report: Called with a description of each call.
     """
     own = vars(Tensor)
 
@@ -291,19 +296,19 @@ def true_positions(mask: Tensor, count: int) -> Tensor:
         count: Number of true elements.
 
     Returns:
-        (count,)
+        The positions, (count,).
     """
     positions = torch.arange(len(mask), device=mask.device)
     return positions.masked_fill(mask.logical_not(), len(mask)).sort().values[:count]
 
 
 class TensorPack:
-    """Several tensors in one byte buffer on the CPU, so that one copy moves all of them to a device.
+    """Several tensors in one byte buffer on the CPU, so that a single copy moves all of them to a device.
 
-    Tensors with the widest elements come first, so that all are aligned without padding.
+    Tensors with the widest elements come first, so that all tensors are aligned without padding.
 
     Args:
-        tensors: The tensors; they are copied.
+        tensors: The tensors, which are copied.
         pin: Whether to allocate pinned memory, from which a GPU can copy asynchronously.
     """
 
@@ -332,26 +337,31 @@ class TensorPack:
 
 
 ANSWERS = "answers"
-"""Key of a mask, (N, R), of the positions whose outputs are rows of f; present if examples have several rows."""
+"""Key of the mask, (N, R), of the positions whose outputs are rows of f.
+
+A batch contains this key only if the model may have several rows of f per example.
+"""
 
 
 def padding_mask(batch: ModelInput) -> Tensor | None:
     """Returns the batch's `attention_mask` as a bool tensor (N, R), False for padding; None if there is no mask.
 
-    R counts the positions of all sequences of an example.
+    R is the total number of positions in all sequences of an example.
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask.bool().flatten(1) if isinstance(mask, Tensor) and mask.dim() > 1 else None
 
 
 def rows_per_example(batch: ModelInput) -> list[int] | None:
-    """Returns how many rows of f each example has; None for a batch whose examples have one row each."""
+    """Returns the number of rows of f for each example; None if the batch has no mask `ANSWERS`."""
     answers = batch.get(ANSWERS) if isinstance(batch, Mapping) else None
     return answers.flatten(1).sum(1).tolist() if isinstance(answers, Tensor) and answers.dim() > 1 else None
 
 
 def answer_positions(batch: ModelInput, count: int) -> tuple[Tensor, Tensor]:
-    """Returns, for each row of f, its example and the token to predict, which is the token after its position.
+    """Returns, for each row of f, the index of its example and the token that it predicts.
+
+    The predicted token is the one that follows the position of the row.
 
     Args:
         batch: A batch with several rows per example.
@@ -402,7 +412,7 @@ def eval_mode(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[No
 
 
 def zeros_like_parameters(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns τ = 0, in at least float32: the starting point of training."""
+    """Returns τ = 0, the starting point of training, in at least float32."""
     return {
         name: torch.zeros_like(
             parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False
@@ -427,7 +437,7 @@ def select_parameters(
         The parameters by name, in state-dict order.
 
     Raises:
-        KfacpackError: If no parameter is selected, a pattern matches none, or the module is sharded.
+        KfacpackError: If no parameter is selected, a pattern matches no parameter, or the module is sharded.
     """
     require_unsharded(model)
     named: dict[str, Tensor] = {
@@ -461,8 +471,8 @@ def select_parameters(
 def require_unsharded(model: nn.Module) -> None:
     """Rejects a module whose parameters are divided among processes.
 
-    Such parameters are gathered only while their layer runs. Curvature and tangents refer to whole parameters, and the
-    parts in other processes would silently be missing.
+    Such parameters are gathered only while their layer runs. Curvature and tangents refer to whole parameters, so the
+    parts in other processes would be silently ignored.
 
     Args:
         model: Module whose parameters are checked.
@@ -489,5 +499,5 @@ def require_unsharded(model: nn.Module) -> None:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Converts half-precision tensors to float32: in bfloat16, a small change of f would be rounded away."""
+    """Converts half-precision tensors to float32: in bfloat16, a small change in f would be rounded away."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,16 +1,17 @@
-"""Heads: frozen maps from f to the logits of classes, or of the tokens of a completion.
+"""Heads: frozen maps from f to the logits of classes, or of the tokens in a completion.
 
 Notation: K is the number of classes, C the width of f, N the number of examples.
 
     from texts        w_k = scale · normalised mean over templates of the class's text embeddings,  b = 0
-    from words        w_k = the row of the output layer for the class's name as the next word,  b = 0;
-                      for names of several tokens, the log-likelihood of the name after the prompt
+    from words        w_k = the row of the output layer that predicts the class's name as the next word,  b = 0;
+                      for names of several tokens, the logit is the log-likelihood of the name after the prompt
     from prototypes   w_k = scale · normalised (m_k - c),  b_k = -w_k·c
 
-where m_k is the mean of f over the class's training examples, and c the mean of all m_k. For texts, `scale` is the
-model's own. Prototypes are further apart than text embeddings, and with too large a scale, the first training steps are
-too large. The scale of prototypes is therefore the one, up to the model's own, that minimises the cross-entropy of the
-classes' training examples. Heads are computed at the pretrained weights and do not change during training.
+where m_k is the mean of f over the class's training examples, and c is the mean of all m_k. For texts, `scale` is the
+logit scale of the model. Prototypes are further apart than text embeddings, and if the scale is too large, so are the
+first training steps. For prototypes, `scale` is therefore the value, at most the model's logit scale, that minimises
+the cross-entropy on the training examples. Heads are computed at the pretrained weights and do not change during
+training.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ class Head:
 
     @property
     def is_stored(self) -> bool:
-        """Whether files of task vectors contain the head; otherwise it is built again from the model."""
+        """Whether task vector files contain the head. If they do not, the head is rebuilt from the model."""
         return True
 
     def of_classes(self, classes: range) -> Head:
-        """Returns a head that is restricted to consecutive classes. Its tensors are views of those of this head.
+        """Returns a head that is restricted to consecutive classes. Its tensors are views of this head's tensors.
 
         Args:
             classes: Indices of the classes.
@@ -106,9 +107,9 @@ class Head:
             first = next((pair for pair in zip(self.classes, other.classes, strict=False) if pair[0] != pair[1]), None)
             if first is None:
                 return f"they have {len(self.classes)} and {len(other.classes)} classes"
-            return f"class {first[0]!r} of one is {first[1]!r} in the other"
+            return f"class {first[0]!r} in one head is {first[1]!r} in the other"
         if self.origin != other.origin:
-            return f"one was built from {self.origin}, the other from {other.origin}"
+            return f"one head was built from {self.origin}, the other from {other.origin}"
         for attribute, own, others in (("weight", self.weight, other.weight), ("bias", self.bias, other.bias)):
             if own.shape != others.shape or not torch.equal(own.cpu().float(), others.cpu().float()):
                 return f"their {attribute} tensors differ"
@@ -117,18 +118,25 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class AnswerHead(Head):
-    """Scores classes by the log-likelihood of their names, which consist of several tokens.
+    """A head that scores classes by the log-likelihood of their names, for names of several tokens.
 
-    `weight` is the output layer, (vocabulary, C). f has one row per token of every answer.
+    `weight` is the output layer, (vocabulary, C). Each example has one row of f per token of every answer.
     """
 
     answers: tuple[tuple[int, ...], ...] = ()
     """Tokens of each answer, in the order of the rows of f."""
     answer_of: tuple[int, ...] = ()
-    """Index of the answer that names each class."""
+    """For each class, the index of the answer that names it."""
 
     def logits(self, f: Tensor) -> Tensor:
-        """Returns the log-likelihoods of the classes, (N, K), for f of shape (N * tokens of all answers, C)."""
+        """Returns the log-likelihoods of the classes.
+
+        Args:
+            f: Model outputs, (N · T, C), where T is the number of tokens in all answers together.
+
+        Returns:
+            (N, K), in the dtype of the head.
+        """
         tokens, order = self._indices
         rows = super().logits(f).log_softmax(1).unflatten(0, (-1, len(tokens)))
         chosen = rows.gather(2, tokens.expand(len(rows), -1)[..., None])[..., 0]
@@ -155,7 +163,10 @@ class AnswerHead(Head):
 
 @dataclass(frozen=True, eq=False)
 class CompletionHead(Head):
-    """Predicts the tokens of completions. `weight` is the output layer, (vocabulary, C); there are no classes."""
+    """A head that predicts the tokens of completions and has no classes.
+
+    `weight` is the output layer, (vocabulary, C).
+    """
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns each example's mean cross-entropy and fraction of correct tokens, both summed over the examples."""
@@ -168,7 +179,7 @@ class CompletionHead(Head):
         return (losses * weights).sum(), ((logits.argmax(1) == targets) * weights).sum()
 
     def log_likelihoods(self, f: Tensor, batch: Batch) -> tuple[Tensor, int]:
-        """Returns the log-likelihood of each token of the completions, (P,), and the number of correct predictions."""
+        """Returns the log-likelihoods of the tokens in all completions, (P,), and the number of correct predictions."""
         logits, targets = self.logits(f), answer_positions(batch, len(f))[1].to(f.device)
         return -cross_entropy(logits, targets, reduction="none"), int((logits.argmax(1) == targets).sum())
 
@@ -179,7 +190,7 @@ class CompletionHead(Head):
 
 
 MAX_PER_CLASS = 256
-"""Maximum number of training examples per class that prototypes are computed from."""
+"""Maximum number of training examples per class from which prototypes are computed."""
 
 
 def head_for(
@@ -198,8 +209,8 @@ def head_for(
         kind: `"text"`, `"words"`, `"prototypes"` or `"auto"`. `"auto"` uses texts if the model has a text tower and
             the task has templates; otherwise words if f predicts words and the class names start with different tokens;
             otherwise prototypes.
-        batch_size: Examples per batch, for prototypes.
-        on_progress: Called with the number of training examples done and their total, for prototypes.
+        batch_size: Examples per batch; used only for prototypes.
+        on_progress: Called with the number of training examples done and their total; used only for prototypes.
 
     Returns:
         A frozen head.
@@ -237,12 +248,12 @@ def check_head(model: Model, task: Task, kind: HeadKind = "auto") -> None:
     elif resolved == "words":
         word_head(model, task)
     else:
-        whole = parent_task(task)  # a class split has the prototypes of the whole task
+        whole = parent_task(task)  # the prototypes for a class split are those of the whole task
         _examples_by_class(whole.split("train"), whole, require_classes(whole))
 
 
 def _resolve_kind(model: Model, task: Task, kind: HeadKind) -> HeadKind:
-    """Resolves `auto` to a kind of head."""
+    """Returns the kind of head to build, with `"auto"` resolved."""
     if kind == "text" or (kind == "auto" and model.encode_text and task.templates):
         return "text"
     if kind == "words" or (kind == "auto" and _has_distinct_words(model, task)):
@@ -256,10 +267,10 @@ def _require_text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], T
     require_classes(task)
     if model.encode_text is None:
         problem = f"{model.name} has no text tower, or the weights file does not contain it"
-        raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes')")
+        raise KfacpackError(f"{problem}; use --head prototypes (head or kind 'prototypes')")
     if not task.templates:
         problem = f"{printable(task.name)} has no prompt templates"
-        raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes')")
+        raise KfacpackError(f"{problem}; use --head prototypes (head or kind 'prototypes')")
     return model.encode_text
 
 
@@ -277,15 +288,15 @@ def text_head(model: Model, task: Task) -> Head:
 
 
 def word_head(model: Model, task: Task) -> Head:
-    """Builds a head from the class names, or the answers of the task's template, as continuations of the prompt.
+    """Builds a head that scores class names, or the answers in the task's template, as continuations of the prompt.
 
     Args:
         model: Language model.
         task: Task with class names.
 
     Raises:
-        KfacpackError: If the model does not predict words, or the names of two classes have the same first token. For a
-            template with answers of several tokens, all tokens are compared.
+        KfacpackError: If the model does not predict words, or the names of two classes start with the same token. If
+            the template has answers of several tokens, all tokens are compared.
     """
     if answers := _answers(model, task):
         return _answer_head(model, task, answers)
@@ -304,14 +315,14 @@ def completion_head(model: Model, task: Task) -> Head:
         KfacpackError: If the model is not a causal language model.
     """
     if model.answer_tokens is None or model.output_layer is None:
-        problem = f"{printable(task.name)} has prompts and completions, which need a causal language model (lm:NAME)"
+        problem = f"{printable(task.name)} has prompts and completions, which require a causal language model (lm:NAME)"
         raise KfacpackError(f"{problem}; got {model.name}")
     weight = at_least_float32(model.output_layer())
     return CompletionHead(weight, weight.new_zeros(len(weight)), (), "words")
 
 
 def _answers(model: Model, task: Task) -> tuple[tuple[int, ...], ...]:
-    """Returns the tokens of the answers for which f has rows; empty if f has one row per example."""
+    """Returns the tokens of each answer to the task; empty if f has one row per example."""
     tokens = model.answer_tokens(task.name) if model.answer_tokens else None
     return tuple(map(tuple, tokens or ()))
 
@@ -336,7 +347,7 @@ def _answer_head(model: Model, task: Task, answers: tuple[tuple[int, ...], ...])
 def _word_rows(model: Model, task: Task) -> Tensor:
     classes = require_classes(task)
     if model.word_weights is None:
-        raise KfacpackError(f"{model.name} predicts no words; use --head prototypes (kind='prototypes')")
+        raise KfacpackError(f"{model.name} predicts no words; use --head prototypes (head or kind 'prototypes')")
     weight = model.word_weights(_label_words(model, task))
     if (identical := _first_identical_rows(weight)) is not None:
         names = " and ".join(repr(printable(classes[k])) for k in identical)
@@ -378,8 +389,8 @@ def prototype_head(
 ) -> Head:
     """Builds a head from the class means of f over the training split.
 
-    Uses all examples of a class, or `MAX_PER_CLASS` evenly spaced ones. A class split (`NAME@k/n`) has the prototypes
-    of the whole task: all classes, from the whole training split.
+    Uses all examples of a class, or `MAX_PER_CLASS` evenly spaced ones if there are more. For a class split
+    (`NAME@k/n`), the head has the prototypes of all classes of the whole task.
 
     Args:
         model: Pretrained model.
@@ -395,7 +406,7 @@ def prototype_head(
     split = task.split("train")
     members = _examples_by_class(split, task, classes)
     class_of = {index: k for k, indices in enumerate(members) for index in indices}
-    # In float64 on the CPU, so that the result does not depend on the order of the examples.
+    # Sum in float64 on the CPU, so that the result does not depend on the order of the examples.
     label_list, parts, f = [], [], torch.zeros(0)
     on_progress(0, len(class_of))
     for chosen, f in outputs(model, split, task.name, sorted(class_of), batch_size):
@@ -417,9 +428,9 @@ def prototype_head(
 
 
 def _best_scale(cosines: Tensor, labels: Tensor, limit: float) -> float:
-    """Returns the factor up to `limit` that minimises the cross-entropy of (N, K) cosines, on a grid of 12% steps.
+    """Returns the factor, at most `limit`, that minimises the cross-entropy of (N, K) cosines, on a grid of 12% steps.
 
-    Without a limit, there is no minimum if all examples are classified correctly.
+    If all examples are classified correctly, there would be no minimum without a limit.
     """
     scales = 10 ** torch.arange(0, 3.01, 0.05, dtype=torch.float64)
     scales = scales[scales <= limit]
@@ -464,13 +475,13 @@ def require_matching_classes(head: Head, task: Task) -> None:
 
 
 def _examples_by_class(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:
-    """Returns the examples that the prototype of each class is computed from."""
+    """Returns, for each class, the indices of the examples from which its prototype is computed."""
     members: list[list[int]] = [[] for _ in classes]
     for number in range(len(split)):
         members[split.label(number)].append(number)
     if missing := [name for name, indices in zip(classes, members, strict=True) if not indices]:
         problem = f"class {printable(missing[0])!r} has no example in split {split.source.split!r}"
-        raise KfacpackError(f"{printable(task.name)}: {problem}; a prototype needs at least one")
+        raise KfacpackError(f"{printable(task.name)}: {problem}; a prototype needs at least one example")
     return [_evenly_spaced(indices, MAX_PER_CLASS) for indices in members]
 
 

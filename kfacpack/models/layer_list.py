@@ -2,7 +2,8 @@
 
 A model is divided into its stem (everything before the first layer), its layers, and its head (everything after the
 last layer). Modules are not changed permanently: a layer is skipped by replacing its `forward` for the duration of a
-call. Weights outside of the layers stay in memory; those of a layer may be loaded when it is used (`LayerWeights`).
+call. Weights outside the layers stay in memory. Those of a layer may be loaded only when the layer is used (see
+`LayerWeights`).
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ ORDINARY = "Estimate the model without --stream (stream=False)"
 """Remedy for a model that cannot be estimated layer by layer."""
 
 HIDDEN = "hidden_states"
-"""Name of a layer's input in transformers, if it is a keyword argument."""
+"""Name of the layer input in transformers, for models that pass it as a keyword argument."""
 
 
 class LayerWeights(Protocol):
     """Weights of a module that are loaded into memory when they are used."""
 
     layers: str
-    """Name of the main list of layers; weights outside of it are in memory."""
+    """Name of the main list of layers. Weights outside this list are in memory."""
 
     def load(self, prefix: str) -> None:
         """Loads the parameters of a layer.
 
         Args:
-            prefix: Prefix of the names of the parameters.
+            prefix: Prefix of the layer's parameter names.
 
         Raises:
             KfacpackError: If the weights cannot be read.
@@ -45,19 +46,19 @@ class LayerWeights(Protocol):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of a call of a layer, except the hidden states."""
+    """The arguments of a call to a layer, except the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     def output(self, layer: nn.Module, hidden: Tensor) -> Any:
-        """Runs a layer and returns its unchanged output."""
+        """Runs a layer and returns its complete output, which may be a tuple."""
         if HIDDEN in self.kwargs:
             return layer(*self.args, **{**self.kwargs, HIDDEN: hidden})
         return layer(hidden, *self.args, **self.kwargs)
 
     def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """Runs a layer and returns its hidden states."""
+        """Runs a layer and returns the hidden states in its output."""
         output = self.output(layer, hidden)
         result: Tensor = output if isinstance(output, Tensor) else output[0]
         return result
@@ -68,11 +69,11 @@ class LayerCall:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the hidden states among the arguments of a layer; None if there are none."""
+    """Returns the hidden states among the arguments of a layer, or None if there are no hidden states."""
     return kwargs.get(HIDDEN, args[0] if args else None)
 
 
-class _FirstLayerReached(Exception):  # noqa: N818 - not an error: it ends a forward pass early
+class _FirstLayerReached(Exception):  # noqa: N818 - not an error: ends a forward pass early
     """Raised by the first layer to end a forward pass."""
 
 
@@ -81,9 +82,10 @@ class LayerList:
 
     Args:
         module: Module that contains the list.
-        forward: Function from a batch to f.
-        parameters: The parameters of the estimate, by name. The main list contains most of their elements.
-        weights: Source of weights that are not in memory, if there are any.
+        forward: Function that computes f from a batch.
+        parameters: The parameters to estimate, by name. The main list is the one that contains the most elements of
+            these parameters.
+        weights: Source of weights that are not in memory, if any.
 
     Raises:
         KfacpackError: If the model has no list of layers, or parameters are shared between layers.
@@ -107,12 +109,12 @@ class LayerList:
         return len(self.layers)
 
     def prefix(self, index: int) -> str:
-        """Returns the prefix of the names of a layer's parameters."""
+        """Returns the prefix of a layer's parameter names."""
         child = list(dict(self._module.get_submodule(self.name).named_children()))[index]
         return f"{self.name}.{child}."
 
     def is_outside(self, name: str) -> bool:
-        """Returns whether a parameter is outside of all layers."""
+        """Returns whether a parameter is outside all layers."""
         return not name.startswith(f"{self.name}.")
 
     @contextmanager
@@ -136,7 +138,7 @@ class LayerList:
             to_meta(layer)
 
     def check(self, batch: ModelInput) -> None:
-        """Checks on one batch that the model runs its stem, its layers one after another, and its head.
+        """Checks on one batch that the model runs its stem, then its layers one after another, and then its head.
 
         Args:
             batch: A small batch on the device of the model.
@@ -178,7 +180,8 @@ class LayerList:
             batch: The batch, on the device of the model.
 
         Returns:
-            The inputs of the first layer, with their graph, and the other arguments of every layer.
+            The hidden states that enter the first layer, with their autograd graph, and the other arguments of every
+            layer.
 
         Raises:
             KfacpackError: If the layers are not called one after another.
@@ -189,7 +192,12 @@ class LayerList:
         return hidden, calls
 
     def _record(self, batch: ModelInput, *, first_only: bool = False) -> tuple[Tensor, list[LayerCall]]:
-        """Returns the inputs of the first layer, and the other arguments of every layer, or of only the first."""
+        """Returns the hidden states that enter the first layer, and the other arguments of every recorded layer.
+
+        Args:
+            batch: The batch.
+            first_only: Whether to record only the first layer.
+        """
         received: list[Tensor] = []
         calls: list[LayerCall] = []
         passed: list[Tensor] = []
@@ -205,14 +213,14 @@ class LayerList:
             calls.append(LayerCall(args if HIDDEN in kwargs else args[1:], kwargs))
             if first_only:
                 raise _FirstLayerReached
-            # A new tensor without a graph for each layer, so that other uses of hidden states are detected.
+            # Pass a new tensor without a graph to each layer, so that other uses of hidden states are detected.
             passed.append(hidden.detach().view_as(hidden))
             return self._wrap(passed[-1])
 
         with self._replaced(record), suppress(_FirstLayerReached):
             call_model(self._forward, batch, finite=False)
         if not calls:
-            self._refuse("f does not use its layers")
+            self._refuse("f uses none of its layers")
         return received[0], calls
 
     def head(self, batch: ModelInput, hidden: Tensor) -> Tensor:
@@ -276,14 +284,14 @@ class LayerList:
 
 
 def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
-    """Returns the name of the list of layers, all of one type, that contains the most parameter elements.
+    """Returns the name of the list that contains the most parameter elements, among lists of layers of one type.
 
     Args:
         module: Module to search.
         parameters: Parameters by name.
 
     Raises:
-        KfacpackError: If no such list has parameters.
+        KfacpackError: If no such list contains any of the parameters.
     """
     best, most = "", 0
     for name, child in module.named_modules():

@@ -27,18 +27,18 @@ from kfacpack.tasks.task import Example
 
 
 class UnknownModel(KfacpackError):  # noqa: N818 - part of the public API under this name
-    """Raised for a model name that is unknown to its library."""
+    """Raised if a library has no model of the requested name."""
 
 
 def unknown_model(library: str, name: str, names: Iterable[str]) -> UnknownModel:
-    """Returns the error for an unknown name, with the closest names of the library.
+    """Returns the error for an unknown model name, which suggests similar names.
 
     Args:
         library: Name of the library, such as `"timm"`.
         name: Model name that the library does not have.
         names: All model names of the library.
     """
-    # OpenAI's name is ViT-B/32, open_clip's is ViT-B-32.
+    # OpenAI calls a model ViT-B/32 that open_clip calls ViT-B-32.
     suggestion = did_you_mean(name.replace("/", "-"), names, count=5, cutoff=0.5)
     return UnknownModel(f"unknown {library} model {printable(name)!r}{suggestion}")
 
@@ -52,7 +52,7 @@ class CachedRepository:
     revision: str
     """Commit of the snapshot."""
     files: Mapping[str, Path]
-    """Paths on this machine, by file name in the repository."""
+    """Local paths by file name in the repository."""
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ def cached_repositories() -> Iterator[CachedRepository]:
 
 
 Batch = Tensor | dict[str, Tensor]
-"""Model input on the CPU: a tensor is the only argument of `forward`, a dictionary contains its keyword arguments."""
+"""Model input on the CPU: a tensor, the only argument of `forward`, or a dictionary of its keyword arguments."""
 
 WeightsSource = Path | Literal["random"] | None
 """A safetensors file, `"random"` for a random initialisation, or None for the published weights of the model."""
@@ -106,12 +106,12 @@ WeightsSource = Path | Literal["random"] | None
 
 @dataclass(frozen=True)
 class Model:
-    """A model of another library, in eval mode, with the library's own parameter names."""
+    """A model from another library, in eval mode, with the parameter names of that library."""
 
     family: str
     """Name of the family, as recorded in manifests."""
     name: str
-    """Name without the family's prefix; for a folder, the folder's own name."""
+    """Name without the family's prefix. For a model in a folder, this is the name of the folder."""
     revision: str | None
     """Pretrained tag or commit, `"random-SEED"`, or None for weights from a file."""
     module: nn.Module
@@ -135,15 +135,18 @@ class Model:
     label_words: Callable[[Sequence[str], str], Sequence[str]] | None = None
     """Maps K class names and a task name to K words for `word_weights`; None if `word_weights` is None."""
     answer_tokens: Callable[[str], Sequence[Sequence[int]] | None] | None = None
-    """Maps a task name to the tokens of its answers. If this is None or returns None, f has one row per example."""
+    """Maps a task name to the tokens of each of the task's answers.
+
+    If this is None, or the function returns None, f has one row per example.
+    """
     answer_classes: Callable[[str], Sequence[str]] | None = None
-    """Maps a task name to the names of the classes of these answers; None if `answer_tokens` is None."""
+    """Maps a task name to the class names of these answers, in order; None if `answer_tokens` is None."""
     output_layer: Callable[[], Tensor] | None = None
     """Returns W, (vocabulary, C), where softmax(W f) is the distribution of the next token; None if there is none."""
     layer_weights: LayerWeights | None = None
-    """Reads the weights of layers when they are used, if they are not in memory."""
+    """Loads the weights of a layer when the layer is used; None if all weights are in memory."""
     logit_scale: float = 100.0
-    """Factor from cosine similarities to logits: the model's own, or by default the final value in CLIP's training."""
+    """Factor that converts cosine similarities to logits. The default is the final value in CLIP's training."""
 
     def __repr__(self) -> str:
         count = sum(parameter.numel() for parameter in self.module.parameters())
@@ -159,13 +162,13 @@ class Model:
 
 
 def unwrap_model(model: nn.Module | Model) -> tuple[nn.Module, Callable[..., Tensor], tuple[str, ...]]:
-    """Returns the module of a model, its f, and the patterns of its frozen parameters.
+    """Returns the module of a model, the function that computes f, and the patterns of the frozen parameters.
 
     Args:
         model: A model, or a module that computes f itself and has no frozen parameters.
 
     Raises:
-        KfacpackError: If the argument is neither.
+        KfacpackError: If `model` is neither a `Model` nor a module.
     """
     if isinstance(model, Model):
         return model.module, model.forward, model.frozen
@@ -186,7 +189,7 @@ class ModelRequest(NamedTuple):
     weights: WeightsSource
     """Source of the weights."""
     image_size: int | None
-    """Side of the input images in pixels; None for the model's own."""
+    """Side length of the input images in pixels; None for the model's own size."""
     dtype: torch.dtype
     """Dtype of the module."""
     device: torch.device
@@ -194,7 +197,7 @@ class ModelRequest(NamedTuple):
     seed: int
     """Seed of a random initialisation."""
     prompts: PromptStyle | None = None
-    """Prompt style, for families that have several; None for the model's own."""
+    """Prompt style, for families with several styles; None for the model's own style."""
     loading: Loading = "memory"
     """How the weights are loaded; families other than `hf` and `lm` load all of them."""
 
@@ -202,7 +205,7 @@ class ModelRequest(NamedTuple):
         """Returns the revision to record.
 
         Args:
-            published: Tag or commit of the published weights, used if they are the ones requested.
+            published: Tag or commit of the published weights, which is returned if these weights are requested.
         """
         if self.weights == "random":
             return f"random-{self.seed}"
@@ -213,13 +216,13 @@ class ModelFamily(Protocol):
     """A kind of model. Each family is one module and one entry in `FAMILIES`."""
 
     prefix: str
-    """The part of a model's name before the colon; empty for open_clip, whose names have no prefix."""
+    """The part of a model name before the colon; empty for open_clip, whose model names have no prefix."""
     name: str
     """Name of the family in `Model.family` and in manifests."""
     form: str
     """Accepted forms of a model's name, for messages."""
     takes_folder: bool
-    """Whether the part after the colon may be a folder."""
+    """Whether the part of a model name after the colon may be a folder."""
     f: str
     """Description of f."""
     head: str

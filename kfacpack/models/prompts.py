@@ -1,15 +1,15 @@
 """Prompts for text models: how classification examples are formatted, and which words name a class.
 
-The templates are data, in `prompts.json`, by style and task:
+The templates are stored in `prompts.json`, by style and task. The styles are:
 
-- `t5`: T5 v1.0 was trained on `TASK column: text column: text` with the class names as answers.
-- `flan`: flan-T5 was trained on questions with listed options.
+- `t5`: `TASK column: text column: text`, with the class names as answers, as in the training data of T5 v1.0.
+- `flan`: a question with a list of options, as in the training data of flan-T5.
 - `plain`: a text that a base language model continues with the answer. Answers begin with a space.
 - `chat`: a question to an instruction-tuned language model, formatted with its chat template.
 
-Each task has its own answers. The penalty keeps the drift of f small; the remaining drift is along the label words of
-the trained task, so tasks with the same words would still change each other's logits. For a task without a template,
-the prompt lists the columns, and the answers are the class names.
+Different tasks have different answers. The penalty keeps the drift of f small, but the remaining drift is along the
+label words of the trained task, so tasks with the same answers would still change each other's logits. For a task
+without a template, the prompt lists the columns, and the answers are the class names.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Prompt(NamedTuple):
     """The prompt of one task in one style."""
 
     template: str
-    """Format string whose fields are columns of the task."""
+    """Format string whose fields are column names of the task."""
     answers: Mapping[str, str] = {}
     """Answers by class name; empty if the class names are the answers."""
 
     @property
     def columns(self) -> set[str]:
-        """Columns that the template uses."""
+        """Names of the columns that the template uses."""
         return {field for _, field, _, _ in Formatter().parse(self.template) if field}
 
 
@@ -54,8 +54,8 @@ def prompt_style(config: Any, default: PromptStyle, styles: Sequence[PromptStyle
 
     Args:
         config: The model's configuration.
-        default: Style of a model without a recorded one.
-        styles: Styles of the model's family; others are ignored.
+        default: Style to return if the configuration does not record one.
+        styles: Styles of the model's family. A recorded style that is not among these is ignored.
     """
     recorded = getattr(config, CONFIG_KEY, None)
     return next((style for style in styles if style == recorded), default)
@@ -65,7 +65,7 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
     """Formats examples as prompts.
 
     Args:
-        columns: The strings of N examples, by column name.
+        columns: For each column name, the strings of N examples.
         task: Task name; a class split (`NAME@k/n`) uses the prompts of the whole task.
         style: Prompt style of the model.
 
@@ -73,7 +73,7 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
         N prompts.
 
     Raises:
-        KfacpackError: If a template of `plain` or `chat` uses a column that the examples do not have.
+        KfacpackError: If a `plain` or `chat` template uses a column that the examples do not have.
     """
     task = base_task_name(task)
     prompt = PROMPTS[style].get(task)
@@ -95,7 +95,7 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
 
 
 def answers(task: str, style: PromptStyle) -> Mapping[str, str]:
-    """Returns the answers of a task's template by class name; empty if the class names are the answers.
+    """Returns the answers in a task's template, by class name; empty if the class names are the answers.
 
     Args:
         task: Name of the task.
@@ -106,6 +106,6 @@ def answers(task: str, style: PromptStyle) -> Mapping[str, str]:
 
 
 def label_words(classes: Sequence[str], task: str, style: PromptStyle) -> list[str]:
-    """Returns the answer for each class, a word or phrase; underscores in class names are replaced by spaces."""
+    """Returns the answer for each class. If it is the class name, underscores are replaced by spaces."""
     by_class, before = answers(task, style), " " if style == "plain" else ""
     return [by_class.get(name, before + name.replace("_", " ")) for name in classes]

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, from the user or the Hub, and checkpoints that a model's own library can load.
+"""Weights in safetensors files, from the user or from the Hub, and checkpoints that the model's library can load.
 
 Pickles are neither loaded nor downloaded.
 """
@@ -31,7 +31,7 @@ _SAFETENSORS_NAMES = {
     "pytorch_model.bin": "model.safetensors",
     "open_clip_pytorch_model.bin": "open_clip_model.safetensors",
 }
-"""Names of safetensors files, by the name of the pickle that a registry lists for the same Hub repository."""
+"""Names of safetensors files, by the name of the pickle file that a registry lists for the same Hub repository."""
 
 
 def check_safetensors(path: Path) -> Path:
@@ -60,7 +60,7 @@ def download_weights(repository: str, filename: str, model: str) -> Path:
 
     Args:
         repository: Hub repository, optionally with `@revision`.
-        filename: File that the library's registry lists, possibly a pickle.
+        filename: File that the library's registry lists, which may be a pickle.
         model: Name of the model, for error messages.
 
     Returns:
@@ -109,7 +109,7 @@ def weights_error(
         path: Safetensors file.
         model: Name of the model.
         error: The exception that the library raised.
-        expected: Function that builds the state dict of such a model, to name the first tensor that does not match.
+        expected: Function that returns the state dict to compare with the file, to name the first mismatched tensor.
         resized: fnmatch patterns of the tensors whose shape the loader adapts.
     """
     if problem := mismatched_tensors(path, expected(), resized):
@@ -118,10 +118,10 @@ def weights_error(
 
 
 class UnloadedWeights(ABC):
-    """The weights of a module that was built on the meta device. The weights of a layer are loaded when it is used.
+    """The weights of a module that was built on the meta device. A layer's weights are loaded when the layer is used.
 
     Args:
-        module: The module. Weights outside of its main list of layers are loaded immediately.
+        module: The module. Weights outside its main list of layers are loaded immediately.
         dtype: Dtype of the parameters.
         device: Device of the parameters.
 
@@ -164,11 +164,11 @@ class UnloadedWeights(ABC):
 
     @abstractmethod
     def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor | None:
-        """Returns the values of a parameter with these names; None if it is missing and f does not use it."""
+        """Returns the values of the parameter with these names; None if they are missing and f does not use them."""
 
 
 class PlaceholderWeights(UnloadedWeights):
-    """Arbitrary values for forecasts, which depend only on shapes. Large matrices outside of layers take no memory."""
+    """Arbitrary values for forecasts, which depend only on shapes. Matrices outside the layers take little memory."""
 
     def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -185,12 +185,12 @@ class SafetensorsWeights(UnloadedWeights):
     """Weights in safetensors files, which are mapped into memory.
 
     Args:
-        module: As for `UnloadedWeights`.
-        dtype: As for `UnloadedWeights`.
-        device: As for `UnloadedWeights`.
-        files: Safetensors files; together, they contain all weights.
+        module: The module. Weights outside its main list of layers are loaded immediately.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+        files: Safetensors files that together contain all weights.
         prefix: Prefix that the names in the files may or may not have, such as `"model"`.
-        unused: Prefixes of parameters that f does not use and that may be missing.
+        unused: Name prefixes of parameters that f does not use and that may be missing.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class SafetensorsWeights(UnloadedWeights):
         if not names[0].startswith(self._unused):
             where = self._files[0] if len(self._files) == 1 else self._files[0].parent
             problem = f"{where}: does not contain the weights of this model: {names[0]!r} is missing"
-            raise KfacpackError(f"{problem}. If the file has the names of an older version, estimate without --stream")
+            raise KfacpackError(f"{problem}. If the file uses the names of an older version, estimate without --stream")
         self.missing.update(names)
         return None
 
@@ -236,7 +236,7 @@ class SafetensorsWeights(UnloadedWeights):
 
 
 class Checkpoint(ABC):
-    """Saves the current weights of a module in a format that its own library can load."""
+    """The current weights of a module, to be saved in a format that the module's library can load."""
 
     def __init__(self, load_command: Callable[[Path], str]):
         self.load_command = load_command
@@ -289,7 +289,7 @@ class CheckpointFile(Checkpoint):
 
 
 class CheckpointFolder(Checkpoint):
-    """A folder with config, tokenizer and weights, in the layout of transformers."""
+    """A folder that contains the config, tokenizer and weights of a model in transformers' layout."""
 
     def __init__(self, fill: Callable[[Path], None], load_command: Callable[[Path], str]):
         """Creates the checkpoint of a model.
@@ -319,8 +319,9 @@ class CheckpointFolder(Checkpoint):
                 partial.replace(path)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-        except Exception as error:  # safetensors and tokenizers raise errors of their own if a disk is full
-            cause = error.__cause__ if isinstance(error, BundleError) else error  # it names a file in `partial`
+        except Exception as error:  # safetensors and tokenizers raise their own errors if a disk is full
+            # A BundleError names a file in `partial`, which no longer exists.
+            cause = error.__cause__ if isinstance(error, BundleError) else error
             problem = first_line(getattr(cause, "strerror", None) or cause)
             raise KfacpackError(f"{path}: could not be written: {problem}") from error
 

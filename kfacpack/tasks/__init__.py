@@ -1,4 +1,4 @@
 """Tasks: labelled data with named splits, from the package, from files or from the Hub.
 
-`registry` loads a task by name, `task` defines what a task is, `local_task` reads one from files.
+`registry` loads tasks by name, `task` defines the interface of a task, and `local_task` reads tasks from files.
 """

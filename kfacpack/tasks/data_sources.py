@@ -1,6 +1,6 @@
 """Data sources: a local folder, or a dataset repository on the Hub, whose files are downloaded when needed.
 
-The columns of a dataset are found by name or by type.
+This module also finds the columns of a dataset, by name or by type.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DataSource(Protocol):
 
     @property
     def expected(self) -> str:
-        """Description, for error messages, of the expected content or of a way to obtain the data."""
+        """Text for error messages: the expected content, or how to obtain the data."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class DataSource(Protocol):
         ...
 
     def paths(self) -> list[str]:
-        """Returns the relative paths of all files, with slashes, at most three levels deep."""
+        """Returns the relative paths of all files, with forward slashes, at most three levels deep."""
         ...
 
     def file(self, path: str) -> Path:
@@ -79,7 +79,7 @@ class LocalFolder:
         """Opens a folder.
 
         Raises:
-            KfacpackError: If there is no such folder.
+            KfacpackError: If the path is not a folder.
         """
         self._folder = folder
         if not folder.is_dir():
@@ -92,7 +92,7 @@ class LocalFolder:
 
     @property
     def source(self) -> str:
-        """Name of the folder without its location."""
+        """Name of the folder, without its parent folders."""
         return self._folder.resolve().name
 
     def paths(self) -> list[str]:
@@ -106,7 +106,8 @@ class LocalFolder:
         except OSError as error:
             raise KfacpackError(f"{self._folder}: cannot be read: {error.strerror}") from error
         if invalid := [path for path in paths if not path.isascii() and path.encode(errors="ignore").decode() != path]:
-            raise KfacpackError(f"{self._folder}: the file name {printable(invalid[0])} is not valid UTF-8; rename it")
+            problem = f"the file name {printable(invalid[0])} is not valid UTF-8"
+            raise KfacpackError(f"{self._folder}: {problem}; rename the file")
         return paths
 
     def file(self, path: str) -> Path:
@@ -114,10 +115,10 @@ class LocalFolder:
         return self._folder / path
 
     def digest(self, path: str) -> str:
-        """Returns the digest of all bytes of a file.
+        """Returns the digest of the content of a file.
 
-        Size and modification time are not sufficient: pixels can change while the size stays the same, and copying a
-        file changes its time.
+        The size and the modification time do not identify the content: pixels can change while the size stays the same,
+        and copying a file changes its modification time.
         """
         try:
             return digest_of_file(self.file(path))
@@ -146,8 +147,9 @@ class DatasetRepository:
 
         Args:
             repository: `owner/repository`.
-            revision: Branch, tag or commit; None for the main branch, or the Hub's parquet copy of it.
-            config: Name of the dataset config in the download command that error messages suggest.
+            revision: Branch, tag or commit. None for the main branch or, if it contains no parquet files, for the Hub's
+                parquet copy.
+            config: Dataset config, for the download command in error messages.
         """
         self.source = repository
         self._revision, self._config = revision, config
@@ -172,7 +174,7 @@ class DatasetRepository:
         return f"{problem}; {self._download_remedy}"
 
     def paths(self) -> list[str]:
-        """Returns the paths of all files in the repository; without network access, of those in the cache.
+        """Returns the paths of all files in the repository or, without network access, of those in the cache.
 
         Raises:
             HubError: If the repository cannot be read and is not in the cache.
@@ -193,8 +195,8 @@ class DatasetRepository:
         if isinstance(cached, str):
             return Path(cached)
         with self._hub_errors(f"{self.name}: {path}", commit):
-            # Download by the revision's name, so that the cache can resolve it without a network; by the commit if the
-            # revision has changed since the files were listed.
+            # The revision is requested by name, so that the cache can resolve the name without network access. If the
+            # revision has changed since the files were listed, the commit is requested instead.
             with suppress(EntryNotFoundError):
                 file = Path(hf_hub_download(self.source, path, repo_type="dataset", revision=revision))
                 if commit in file.parts:
@@ -202,7 +204,7 @@ class DatasetRepository:
             return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=commit))
 
     def digest(self, path: str) -> str:
-        """Returns the commit and the path, so that the content is identified without being downloaded."""
+        """Returns the commit and the path, which identify the content without downloading it."""
         return f"{self.revision}:{path}"
 
     @cached_property
@@ -228,7 +230,7 @@ class DatasetRepository:
         return _Listing(self._revision, str(info.sha), paths)
 
     def _cached_snapshot(self) -> Path | None:
-        """Returns the snapshot in the Hub cache; None if it contains no data."""
+        """Returns the snapshot in the Hub cache; None if there is none or it contains no parquet files."""
         for revision in (self._revision,) if self._revision else (None, CONVERTED):
             cached = snapshot(self.source, revision, "dataset")
             if cached and any(path.endswith(".parquet") for path in _walk(cached, MAX_DEPTH)):
@@ -265,7 +267,7 @@ def data_source_of(data: str | os.PathLike[str]) -> tuple[DataSource, str | None
         data: A folder, or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].
 
     Returns:
-        The source, and the config if the address has one.
+        The source, and the config in the address; None if the address has no config.
 
     Raises:
         KfacpackError: If the address is invalid, or there is no such folder.
@@ -294,7 +296,7 @@ def _walk(folder: Path, depth: int, prefix: str = "") -> Iterator[str]:
 
 TEXT_TYPES = ("string", "large_string")
 STORED_IMAGE_FIELDS = {"bytes", "path"}
-"""Fields of an image column in parquet."""
+"""Fields of an image column in a parquet file."""
 LABEL = "label"
 LABEL_NAMES = (LABEL, "labels")
 """Names of columns that may contain labels although their type is not ClassLabel."""
@@ -311,7 +313,7 @@ class RequestedColumns:
     """Columns requested by name. Each may have several possible names; the first that exists is used."""
 
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Possible column names, by key in the example. If empty, input columns are found by type."""
+    """Possible column names for each key of an example. If empty, input columns are found by type."""
     label: tuple[str, ...] = ()
     """Possible names of the label column. If empty, the label column is found by type."""
     required: bool = True
@@ -323,13 +325,13 @@ class Columns:
     """Columns of a dataset."""
 
     inputs: dict[str, str]
-    """Columns by key in the example: {"image": …}, or every text column under its own name."""
+    """Input column for each key of an example: {"image": COLUMN}, or every text column under its own name."""
     label: str | None
     """Label column, if there is one."""
     classes: tuple[str, ...] | None
     """Class names of a ClassLabel column; None for a column of numbers or strings, whose values are the classes."""
     values: tuple[Any, ...] | None = None
-    """Values of a label column without class names, in the order of the classes; None until the column is read."""
+    """Values of a label column without class names, in the order of the classes; None before the column is read."""
     by_type: bool = False
     """Whether requested columns are missing and the input columns were found by type instead."""
 
@@ -365,11 +367,11 @@ def parse_columns(text: str) -> RequestedColumns:
 
 
 def find_columns(features: Any, location: str, requested: RequestedColumns | None = None) -> Columns:
-    """Finds the columns of a dataset: requested ones by name, others by type.
+    """Finds the columns of a dataset: requested columns by name, others by type.
 
-    By type, the input is the only image column, or else all text columns; the label is the only ClassLabel column, or
-    else a column named label or labels. If there are text columns named prompt and completion, they are the inputs, and
-    there is no label.
+    If found by type, the input is the only image column, or else all text columns; the label is the only ClassLabel
+    column, or else a column named label or labels. If there are text columns named prompt and completion, they are the
+    inputs, and there is no label.
 
     Args:
         features: `datasets.Features` of the data.
@@ -414,7 +416,7 @@ def is_image(feature: Any) -> bool:
 
 
 def is_encoded_image(feature: Any) -> bool:
-    """Returns whether a feature may contain encoded images, as in parquet files not written by `datasets`."""
+    """Returns whether a feature may contain encoded images, as in parquet files that `datasets` did not write."""
     if isinstance(feature, dict):
         return "bytes" in feature
     return getattr(feature, "dtype", None) in ("binary", "large_binary")
@@ -424,7 +426,7 @@ def _label_by_type(features: Any, location: str) -> str | None:
     import datasets
 
     labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-    if not labels:  # otherwise a text column named label would become an input
+    if not labels:  # otherwise, a text column named label would become an input
         labels = [name for name in LABEL_NAMES if name in features and _may_be_label(features[name])][:1]
     return _only(labels, "class labels", location)
 

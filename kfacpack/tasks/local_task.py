@@ -53,7 +53,8 @@ def to_8_bit(image: Image) -> Image:
 
     if image.mode == "F" or (image.mode == "I" and image.format not in SIXTEEN_BITS):
         kind = "floating-point" if image.mode == "F" else "32-bit"
-        raise ValueError(f"the pixels are {kind} numbers, expected 8 or 16 bits; store the image as PNG or JPEG")
+        problem = f"the pixels are {kind} numbers, expected 8-bit or 16-bit integers"
+        raise ValueError(f"{problem}; store the image as PNG or JPEG")
     scaled = Image.fromarray((np.asarray(image) // (WHITE // 255)).astype(np.uint8))
     scaled.format = image.format
     return scaled
@@ -74,7 +75,7 @@ class LocalSplit:
         """Creates a split.
 
         Args:
-            data: `datasets.Dataset` with the rows of the files.
+            data: `datasets.Dataset` with all rows of the files.
             columns: Input and label columns.
             source: Origin of the data, as recorded in manifests.
             rows: Rows of the data that belong to the split.
@@ -103,7 +104,7 @@ class LocalSplit:
         return example
 
     def label(self, index: int) -> int:
-        """Returns the class of an example, an index into the task's `classes`.
+        """Returns the class of an example as an index into the task's `classes`.
 
         Raises:
             KfacpackError: If there is no label column, or the label is not a class.
@@ -138,11 +139,12 @@ TEMPLATES = ("a photo of a {}.",)
 
 
 class LocalTask:
-    """A task from files. Implements `Task`.
+    """A task whose examples are read from files. Implements `Task`.
 
-    Splits are found by file names; files are opened or downloaded when a split is read. `validation` is the data's own
-    split (which may be named valid, val or dev), or else a fixed tenth of `train`, at most 5000 examples, which are
-    then excluded from `train`. There is no `validation` if `train` has fewer than ten examples.
+    Splits are recognised by file name; files are opened or downloaded when a split is read. `validation` is the data's
+    own split (which may be named valid, val or dev), or else a fixed tenth of `train`, at most 5000 examples, which are
+    then excluded from `train`. If the data has no such split and `train` has fewer than ten examples, there is no
+    `validation`.
 
     The definition of a published task determines the mapping of stored splits, the columns, the class names in prompts,
     and whether rows without a label are left out.
@@ -162,8 +164,8 @@ class LocalTask:
             name: Name of the task.
             data: A folder or another data source.
             definition: Definition of a published task.
-            columns: Columns to use instead of the definition's or those found by type.
-            config: Config to use instead of the definition's.
+            columns: Columns to use instead of those in the definition or those found by type.
+            config: Config to use instead of the one in the definition.
 
         Raises:
             KfacpackError: If there are no data files.
@@ -192,8 +194,8 @@ class LocalTask:
     def _arrange(self, stored: Splits) -> Splits:
         """Maps stored splits to splits of the task, with `train` first.
 
-        The first existing name of a split is used. With a definition, other stored splits are ignored; without one,
-        only `validation` has several names.
+        If a split has several possible names, the first that exists is used. With a definition, other stored splits are
+        ignored. Without a definition, only `validation` has several names.
         """
         names_of = self.definition.split_names if self.definition else {"validation": VALIDATION}
         chosen = {split: next((name for name in names if name in stored), None) for split, names in names_of.items()}
@@ -233,7 +235,7 @@ class LocalTask:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Number of examples of each split."""
+        """Number of examples in each split."""
         return {split: len(self._split_rows(split)) for split in self.splits}
 
     @property
@@ -262,7 +264,7 @@ class LocalTask:
         if columns.by_type:
             names = printable(", ".join(columns.inputs.values()))
             yield f"unknown column names; the input columns were found by type: {names}"
-        # In a published task, texts are the names of the classes; integers are not.
+        # In a published task, string labels are class names and need no note; integer labels are not.
         if columns.by_value and (self.definition is None or not any(isinstance(value, str) for value in self._values)):
             values = printable(", ".join(self._stored_classes or ()))
             origin = f"the values of column {columns.label!r} in {self._first_split}"
@@ -292,7 +294,7 @@ class LocalTask:
 
     @cached_property
     def _declared(self) -> Any | None:
-        """Column types from the dataset card; None if the files contain them, or the card describes other columns."""
+        """Column types in the dataset card; None if the files contain the types or the card describes other columns."""
         file = self.data_source.file(self._shards[self._first_split][0])
         if CARD not in self.data_source.paths() or data_files.has_hf_metadata(file):
             return None
@@ -307,7 +309,7 @@ class LocalTask:
         return sum(data_files.read_schema(self.data_source.file(path))[1] for path in self._shards[split])
 
     def _labelled_rows(self, split: str) -> Sequence[int]:
-        """Returns the rows in the files of a split, except unlabelled ones if the definition drops them."""
+        """Returns the row numbers in the files of a split, without unlabelled rows if the definition drops them."""
         if not self._drops_unlabelled or self._images:
             return range(self._num_rows(split))
         return [row for row, value in enumerate(self._read_labels(split)) if not _is_unlabelled(value)]
@@ -325,7 +327,7 @@ class LocalTask:
         return validation_indices(len(self._labelled_rows("train")))
 
     def _split_rows(self, name: str) -> Sequence[int]:
-        """Returns the rows in the files that belong to a split."""
+        """Returns the row numbers of the examples of a split in its files."""
         if name not in ("train", "validation") or not self._held_out:
             return self._labelled_rows(name)
         rows, held_out = self._labelled_rows("train"), set(self._held_out)

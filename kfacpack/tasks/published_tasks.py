@@ -1,7 +1,7 @@
-"""Definitions of the published tasks: vision tasks of the task arithmetic papers, ImageNet and six NLI tasks.
+"""Definitions of the published tasks: vision tasks from the task arithmetic papers, ImageNet and six NLI tasks.
 
-Class names and prompts of the vision tasks are those of CLIP's authors. ImageNet, the control task, uses those of
-open_clip. The class names of the natural language inference tasks are T5's label words and are left unchanged.
+The class names and prompts of the vision tasks are those of CLIP's authors. ImageNet, the control task, uses those of
+open_clip. The class names of the natural language inference (NLI) tasks are T5's label words and are left unchanged.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def names_from_table(names: Mapping[str, str]) -> ClassNamesFn:
     """Returns a function that looks class names up in a table.
 
     Args:
-        names: Words by stored name. Case, spaces and punctuation are ignored. Names that are not in the table are
-            converted by `plain_names`.
+        names: Words for prompts, by stored name. Case, spaces and punctuation in stored names are ignored. Names that
+            are not in the table are converted by `plain_names`.
     """
     table = {_alphanumeric(name): words for name, words in names.items()}
     return lambda stored: tuple(table.get(_alphanumeric(name)) or _plain_name(name) for name in stored)
@@ -65,13 +65,13 @@ class PublishedTask:
     repository: str
     """Repository on the Hub, `owner/repository`."""
     license: str | None
-    """License stated by the owners of the data; None if none is stated."""
+    """License stated by the owners of the data; None if they state no license."""
     classes: int
     """Number of classes."""
     stored: Mapping[str, int]
-    """Number of examples of each split in the repository."""
+    """Number of examples in each split of the repository."""
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: IMAGE_COLUMNS)
-    """Possible column names, by key in the example; the repository's own name comes first."""
+    """Possible column names for each key of an example; the name that the repository uses comes first."""
     label: tuple[str, ...] = ("label", "labels")
     """Possible names of the label column."""
     config: str | None = None
@@ -80,7 +80,7 @@ class PublishedTask:
     """Revision of the repository; None for the main branch."""
     splits: Mapping[str, tuple[str, ...]] | None = None
     """Possible names of each split in the repository; the first that exists is used. Other splits of the repository,
-    such as corrupted copies of `test`, are ignored. None for `DEFAULT_SPLITS`."""
+    such as corrupted copies of `test`, are ignored. If None, `DEFAULT_SPLITS` is used."""
     prompts: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
     """Prompt templates, with {} in place of the class name, or a function that reads them from a package."""
     words: ClassNamesFn = plain_names
@@ -107,7 +107,7 @@ class PublishedTask:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of examples of each split of the task."""
+        """Number of examples in each split of the task."""
         if "validation" in self.stored:
             return dict(self.stored)
         held_out = len(validation_indices(self.stored["train"]))
@@ -133,7 +133,7 @@ EUROSAT_CLASSES = {
     "SeaLake": "lake or sea",
     "Sea or Lake": "lake or sea",
 }
-"""CLIP's class names, by folder in the EuroSAT archive."""
+"""CLIP's class names, by folder name in the EuroSAT archive."""
 
 eurosat_classes = names_from_table(EUROSAT_CLASSES)
 
@@ -182,7 +182,7 @@ GTSRB_SIGNS = (
     ("ueberholverbot_aufgehoben", "white circle with gray strike bar indicating no passing for cars has ended"),
     ("lkw_ueberholverbot_aufgehoben", "white circle with gray strike bar indicating no passing for trucks has ended"),
 )
-"""German names and CLIP's class names of the 43 GTSRB signs, in the order of the benchmark's class numbers.
+"""German names and CLIP's class names for the 43 GTSRB signs, in the order of the benchmark's class numbers.
 
 The two spelling mistakes are CLIP's and are kept, because published scores use these prompts.
 """
@@ -237,14 +237,17 @@ def imagenet_classes(stored: Sequence[str]) -> tuple[str, ...]:
     if all(map(WORDNET.fullmatch, stored)):
         position = {synset: number for number, synset in enumerate(_synsets())}
         return tuple(names[position[synset]] if synset in position else synset for synset in stored)
-    if len(stored) == len(names) and stored[0].split(",")[0] == names[0]:  # ordered by class number, not by name
+    if len(stored) == len(names) and stored[0].split(",")[0] == names[0]:  # in the order of the class numbers
         return tuple(names)
     return tuple(name.split(",")[0].replace("_", " ") for name in stored)
 
 
 @cache
 def _open_clip_metadata() -> dict[str, Any]:
-    """Runs the file with open_clip's class names and templates; importing open_clip would take seconds."""
+    """Returns open_clip's class names and templates.
+
+    Only the file that defines them is run, because importing open_clip takes seconds.
+    """
     return runpy.run_path(str(OPEN_CLIP.file("zero_shot_metadata.py")))
 
 
@@ -267,7 +270,7 @@ _nli_task = partial(PublishedTask, inputs=NLI_COLUMNS, label=NLI_LABEL, words=tu
 
 
 def _sizes(*sizes: int) -> dict[str, int]:
-    """Returns sizes by split. Two sizes are those of train and test; three are those of train, validation and test."""
+    """Returns the sizes by split. Two sizes are for train and test; three are for train, validation and test."""
     splits = ("train", "test") if len(sizes) == 2 else ("train", "validation", "test")
     return dict(zip(splits, sizes, strict=True))
 
@@ -294,7 +297,7 @@ PUBLISHED_TASKS = (
         config="cropped_digits",
         prompts=NUMBER_TEMPLATES,
     ),
-    # Rows of SNLI without a majority label are left out: 785, 158 and 176.
+    # Rows of SNLI without a majority label are left out: 785 in train, 158 in validation and 176 in test.
     _nli_task(
         "snli",
         "stanfordnlp/snli",

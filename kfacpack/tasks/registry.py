@@ -1,4 +1,4 @@
-"""The registry of tasks: embedded tasks, tasks published on the Hub, and user data."""
+"""Task registry: embedded tasks, tasks published on the Hub, and user data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_registered(name: str) -> bool:
 
 
 def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns: str | None = None) -> Task:
-    """Loads a task by name. Its files are listed, but are not read until they are needed.
+    """Loads a task by name. The files of the task are listed, but not read until they are needed.
 
     Args:
         name: A registered task, `NAME@k/n` for the k-th of n groups of its classes, or any name together with `data`.
@@ -83,5 +83,5 @@ def resolve_task(task: Task | str) -> Task:
     if isinstance(task, str):
         return load_task(task)
     if not all(hasattr(task, attribute) for attribute in ("name", "splits", "split")):
-        raise KfacpackError(f"expected a task from kp.load_task or its name, got {type(task).__name__}")
+        raise KfacpackError(f"expected a task from kp.load_task or the name of a task, got {type(task).__name__}")
     return task

@@ -1,9 +1,9 @@
 """The task interface (named splits of labelled examples), class splits, and the choice of examples.
 
 A class split `NAME@k/n` divides a task's classes into n groups, as in class-incremental learning, and keeps the
-examples of the k-th. The groups are consecutive and as even as possible. Classes, labels and heads are those of the
-whole task: vectors of the parts have the same head, and their sum is evaluated on the union of their classes. Training
-uses only the logits of the group's own classes; evaluation uses all of them.
+examples of the k-th group. The groups are consecutive and as even as possible. Classes, labels and heads are those of
+the whole task, so the vectors of all parts have the same head, and the sum of several vectors can be evaluated on the
+union of their classes. Training uses only the logits of the part's own classes; evaluation uses all logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Example = Mapping[str, Any]
 """Values by column name, without the label: {"image": PIL.Image}, or strings, such as premise and hypothesis."""
 
 COMPLETION_COLUMNS = ("prompt", "completion")
-"""Columns of a task without classes, whose examples are texts and their continuations."""
+"""Columns of a task without classes, whose examples are prompts and their completions."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DataOrigin:
     license: str | None = None
     """License of the data, if known."""
     revision: str | None = None
-    """Commit of the data's repository."""
+    """Commit of the repository that contains the data; None for other data."""
 
 
 class Split(Protocol):
@@ -52,7 +52,7 @@ class Split(Protocol):
     def __getitem__(self, index: int) -> Example: ...
 
     def label(self, index: int) -> int:
-        """Returns the class of an example, an index into the task's `classes`.
+        """Returns the class of an example as an index into the task's `classes`.
 
         Args:
             index: Index of the example in the split.
@@ -80,7 +80,7 @@ class Task(Protocol):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Number of examples of each split."""
+        """Number of examples in each split."""
         ...
 
     @property
@@ -99,10 +99,10 @@ class Task(Protocol):
         ...
 
     def notices(self, model: str) -> tuple[str, ...]:
-        """Returns notes for the user, such as that the data differs from a public dataset of the same name.
+        """Returns notes for the user, such as a note that the data differs from a public dataset of the same name.
 
         Args:
-            model: Name of the model that the task is used with.
+            model: Name of the model with which the task is used.
         """
         ...
 
@@ -160,7 +160,7 @@ def parse_class_split(name: str) -> ClassSplitName | None:
 
 @dataclass(frozen=True)
 class ClassSplitTask:
-    """The k-th of n parts of a task, by classes. Implements `Task`.
+    """A task restricted to the k-th of n groups of its classes. Implements `Task`.
 
     Raises:
         KfacpackError: If the classes are unknown, or there are fewer than two classes per part.
@@ -179,7 +179,8 @@ class ClassSplitTask:
             raise KfacpackError(f"{name}: the class names are unknown, so the task cannot be divided by classes")
         if len(classes) < 2 * self.n:
             problem = (
-                f"{len(classes)} classes cannot be divided into {self.n} parts: some would have fewer than two classes"
+                f"{len(classes)} classes cannot be divided into {self.n} parts: "
+                "some parts would have fewer than two classes"
             )
             limit = len(classes) // 2
             remedy = f"Use at most {limit} part{'s' * (limit != 1)}" if limit else "The task cannot be divided"
@@ -227,25 +228,25 @@ class ClassSplitTask:
         return self.whole.license
 
     def notices(self, model: str) -> tuple[str, ...]:
-        """Returns the notes of the whole task."""
+        """Returns the notes for the whole task."""
         return self.whole.notices(model)
 
     def listing(self, split: str) -> list[tuple[str, str]]:
-        """Returns the files of the whole task's split."""
+        """Returns the path and a content digest of each file of the split in the whole task."""
         return self.whole.listing(split)
 
     def split(self, name: str) -> ClassSplitView:
         """Returns the examples of a split that belong to the part.
 
         Raises:
-            KfacpackError: If the split has no example of the part's classes.
+            KfacpackError: If the split has no examples of the part's classes.
         """
         view = self._view(name)
         if not len(view):
-            # If few examples were held out for validation, a part may have none of them.
+            # If few examples were held out for validation, there may be none for a part.
             own = [(self.whole.classes or ())[k] for k in self.own_classes]
             names = printable(", ".join([*own[:3], "…"] if len(own) > 3 else own))
-            problem = f"split {printable(name)!r} has no example of its classes ({names})"
+            problem = f"split {printable(name)!r} has no examples of the part's classes ({names})"
             raise KfacpackError(f"{printable(self.name)}: {problem}. Use more examples or fewer parts")
         return view
 
@@ -274,12 +275,12 @@ class ClassSplitView:
         return self._whole[self._indices[index]]
 
     def label(self, index: int) -> int:
-        """Returns the class of an example, an index into the whole task's `classes`."""
+        """Returns the class of an example as an index into the whole task's `classes`."""
         return self._whole.label(self._indices[index])
 
 
 def parent_task(task: Task) -> Task:
-    """Returns the whole task of a class split; other tasks are returned unchanged."""
+    """Returns the whole task of a class split, or any other task unchanged."""
     return task.whole if isinstance(task, ClassSplitTask) else task
 
 
@@ -322,8 +323,8 @@ def parse_count(text: str, size: int) -> int:
 
 
 def sample_indices(size: int, count: int, seed: int) -> list[int]:
-    """Draws `count` different indices below `size`, in increasing order."""
-    # The counter separates this stream from the one that the probes are drawn from.
+    """Draws `count` distinct indices below `size` and returns them in increasing order."""
+    # The counter selects a random stream other than that of the probes.
     generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 1, 0]))
     return sorted(generator.choice(size, count, replace=False, shuffle=False).tolist())
 
@@ -347,8 +348,8 @@ VALIDATION_SHARE, MAX_VALIDATION = 10, 5000
 def validation_indices(size: int) -> list[int]:
     """Chooses the training examples to hold out for validation, as in the task arithmetic papers.
 
-    Divides the `size` examples into equal intervals and draws one from each, so that every class is represented,
-    whether the examples are sorted by class or shuffled.
+    The `size` examples are divided into equal intervals, and one example is drawn from each interval, so that every
+    class is represented, whether the examples are sorted by class or shuffled.
 
     Returns:
         Indices below `size` in increasing order: a tenth of them, at most 5000.

@@ -1,9 +1,9 @@
-"""The data penalty (τJp): the change of f by τ on examples of other tasks, λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖².
+"""The data penalty (τJp) on the change in f caused by τ on other tasks' data, λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖².
 
 s is 1 if f is normalised; otherwise it is the variance of f, measured on a few examples of each task, so that λ does
-not depend on the scale of f. In the linearised model the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a
-bundle approximates. Each step uses one batch of one task, sampled in proportion to the sizes of the datasets, so that
-the mean over steps is the sum above.
+not depend on the scale of f. In the linearised model, the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a
+bundle approximates. Each step uses one batch from one task. The task is sampled with a probability proportional to the
+size of its dataset, so that the expected penalty of a step is the sum above.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _SCALE_EXAMPLES = 64
 
 
 class DataPenalty:
-    """Penalises the change of f on training examples of other tasks.
+    """A penalty on the change in f on training examples of other tasks.
 
     Args:
-        tasks: The tasks whose outputs are to be preserved, at least one.
+        tasks: The tasks whose outputs the penalty preserves; at least one.
         strength: λ. Defaults to `STRENGTH_ON_DATA`.
         batch_size: Examples per step, summed over all processes.
-        seed: Seed of the choice of tasks and examples.
+        seed: Seed for choosing tasks and examples.
 
     Raises:
         KfacpackError: If there are no tasks, or `strength` is out of range.
@@ -100,7 +100,7 @@ class DataPenalty:
             regime: The training regime.
             tau: τ by parameter name.
             gradients: Gradients to add to, by parameter name.
-            micro_batch_size: Examples per forward pass. Defaults to all examples of this process.
+            micro_batch_size: Examples per forward pass. Defaults to this process's share of the batch.
 
         Returns:
             The value of the penalty, a 0-d tensor on the device of the model.
@@ -129,7 +129,7 @@ class DataPenalty:
         return [(task, part) for part in self._orders[task].own(step, micro_batch_size)]
 
     def _batches_from(self, step: int, model: Model, micro_batch_size: int | None) -> Iterator[list[Batch]]:
-        """Returns an iterator that prepares the batches of `step` and later steps ahead of use.
+        """Returns an iterator that prepares the batches of `step` and later steps ahead of time.
 
         Calls for consecutive steps return the same iterator.
         """

@@ -1,17 +1,17 @@
-"""Batches of blocks that the penalty applies together, and the operators of their matrices on the compute device.
+"""Batches of blocks that the penalty processes together, and the operators of their matrices on the compute device.
 
-Blocks whose parameters and matrices have equal shapes and forms are stacked: ΔW is (blocks, rows, columns), and one
-product multiplies all of them. Stacks are limited in size: for large blocks, the overhead of separate calls is
-negligible, and a stack would only use more memory.
+Blocks whose parameters and matrices have equal shapes and forms are stacked: ΔW has shape (blocks, rows, columns), and
+a single batched product multiplies all of them. Stacks are limited in size: for large blocks, the overhead of separate
+calls is negligible, and a stack would only use more memory.
 
-Floating-point matrices are unpacked once and kept on the device. int8 matrices stay in their stored form, and are
-unpacked when they are used. With `offload`, all matrices stay on the CPU in their stored form. Those of a batch of
-blocks are copied in one transfer to one of two buffers on the device, while the blocks in the other buffer are
-computed.
+Floating-point matrices are unpacked once and kept on the device. int8 matrices stay in their stored form and are
+unpacked when they are used. With `offload`, all matrices stay on the CPU in their stored form. The matrices of a batch
+of blocks are copied in one transfer to one of two buffers on the device, while the batch in the other buffer is
+processed.
 
-Batches that share a matrix follow each other, such as those of the projections of an attention layer, or of the keys
-and values that all layers of a decoder compute from the output of the encoder. The matrix is copied and unpacked once
-for all of them. Otherwise, batches are computed in the order of their blocks.
+Batches that share a matrix are processed one after another, so that the matrix is copied and unpacked only once.
+Examples are the projections of an attention layer, and the keys and values that all layers of a decoder compute from
+the output of the encoder. Otherwise, batches are processed in the order of their blocks.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
     from kfacpack.format.manifest import Join
 
 STACK_ELEMENTS = 2**16
-"""Maximum number of elements of a stack of ΔW, if it has more than one block."""
+"""Maximum number of elements in a stack of ΔW that has more than one block."""
 
 StackKey: TypeAlias = "tuple[int, ...]"
-"""Identity of several matrices in a fixed order."""
+"""Key of a stack: the `id` of each of its matrices, in order."""
 
 
 @dataclass(frozen=True)
 class BlockBatch:
-    """Blocks of equal shape, form and weight."""
+    """A batch of blocks of equal shape, form and weight."""
 
     blocks: tuple[CurvatureBlock, ...]
     weight: float
-    """Factor of the penalty of each block."""
+    """Factor by which the penalty of each block is multiplied."""
 
     @cached_property
     def joins(self) -> list[Join]:
-        """The joins of the blocks."""
+        """The join of each block, which describes how parameters form its matrix."""
         return [block.join for block in self.blocks]
 
     @cached_property
@@ -63,7 +63,7 @@ class BlockBatch:
 
     @cached_property
     def stacks(self) -> dict[int, tuple[Matrix, ...]]:
-        """Matrices to stack, by the `id` of the first block's matrix in the same position.
+        """Matrices to stack, keyed by the `id` of the first block's matrix in the same position.
 
         If groups of s consecutive blocks share a matrix, as the projections of an attention layer do, the stack
         contains it once.
@@ -73,15 +73,15 @@ class BlockBatch:
 
     @cached_property
     def stack_keys(self) -> dict[int, StackKey]:
-        """Identities of the matrices in `stacks`, by the same keys."""
+        """The `StackKey` of each stack in `stacks`, under the same keys."""
         return {key: tuple(map(id, stack)) for key, stack in self.stacks.items()}
 
     def apply(self, delta: Tensor, operators: Mapping[int, Operator]) -> Tensor:
-        """Computes G ΔW of each block.
+        """Computes G ΔW for each block.
 
         Args:
             delta: ΔW of the blocks, (blocks, rows, columns).
-            operators: Operators of `stacks`, with the same keys.
+            operators: Operators for `stacks`, under the same keys.
 
         Returns:
             A tensor of shape (blocks, rows, columns).
@@ -106,12 +106,15 @@ class BlockBatch:
 def plan_batches(
     blocks: Sequence[CurvatureBlock], weights: Sequence[float], shapes: ParameterShapes
 ) -> list[BlockBatch]:
-    """Groups blocks into batches, in the order of their first blocks, but batches that share a matrix together.
+    """Groups blocks into batches.
 
     Args:
         blocks: The blocks.
-        weights: Factor of the penalty of each block.
+        weights: Factor by which the penalty of each block is multiplied.
         shapes: Shapes of the parameters, by name.
+
+    Returns:
+        The batches in the order of their first blocks, except that batches that share a matrix are adjacent.
     """
     groups: dict[Hashable, list[CurvatureBlock]] = {}
     covered: dict[Hashable, set[Hashable]] = {}
@@ -139,7 +142,7 @@ def plan_batches(
 def _limited_parts(group: Sequence[CurvatureBlock]) -> Iterator[Sequence[CurvatureBlock]]:
     """Divides blocks of equal shape into parts of limited size.
 
-    Blocks that share a matrix are in the same part if they fit into it; otherwise they are divided equally.
+    Blocks that share a matrix are in the same part if they fit into one part; otherwise, they are divided equally.
     """
     run = max(_shared_run(column) for column in zip(*map(_matrices, group), strict=True))
     limit = STACK_ELEMENTS // (group[0].join.rows * group[0].join.columns)
@@ -169,7 +172,7 @@ def _shared_run(matrices: Sequence[Matrix]) -> int:
 
 
 class FactorPlacement:
-    """Provides the operators of batches of blocks on the compute device.
+    """The operators of batches of blocks, placed on the compute device.
 
     Args:
         dtype: Dtype of the products.
@@ -187,7 +190,7 @@ class FactorPlacement:
         self._stream: FactorStream | None = None
 
     def place(self, batches: Sequence[BlockBatch]) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
-        """Yields each batch with its operators, by the keys of `BlockBatch.stacks`."""
+        """Yields each batch with its operators, under the keys of `BlockBatch.stacks`."""
         repeated = _repeated_stacks(batches)
         unpacked: dict[StackKey, Operator] = {}
         for number, (batch, placed) in enumerate(self._placed(batches, repeated)):
@@ -203,7 +206,7 @@ class FactorPlacement:
     def _placed(
         self, batches: Sequence[BlockBatch], repeated: Sequence[frozenset[StackKey]]
     ) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
-        """Yields each batch with its operators; those of repeated stacks may be missing."""
+        """Yields each batch with its operators; operators of repeated stacks may be missing."""
         if self._offload:
             self._stream = self._stream or FactorStream(self.dtype, self.device)
             yield from self._stream.place(batches, repeated)
@@ -227,7 +230,7 @@ class FactorPlacement:
 
 
 def _repeated_stacks(batches: Sequence[BlockBatch]) -> list[frozenset[StackKey]]:
-    """Returns, for each batch, the stacks that it shares with the previous batch, followed by an empty set."""
+    """Returns the set of stacks that each batch shares with the previous batch, and an empty set at the end."""
     stacks = [frozenset(batch.stack_keys.values()) for batch in batches]
     return [frozenset(), *(first & second for first, second in pairwise(stacks)), frozenset()]
 
@@ -242,10 +245,10 @@ class _HostFactors:
 
 
 class FactorStream:
-    """Copies the matrices of batches of blocks, one batch after the other, to two alternating buffers on a device.
+    """A stream that copies the matrices of batches of blocks, batch by batch, to two alternating buffers on a device.
 
-    On CUDA devices, copies run on a separate stream, from pinned memory. A copy waits until the previous blocks in its
-    buffer have been computed, and the computation of blocks waits until their copy is complete. The buffers are freed
+    On CUDA devices, copies run on a separate CUDA stream, from pinned memory. A copy waits until the previous batch in
+    its buffer has been processed, and the processing of a batch waits until its copy is complete. The buffers are freed
     with this object, and all uses are ordered by events, so that the memory is never reused too early.
 
     Args:
@@ -286,7 +289,7 @@ class FactorStream:
                 copied[slot] = self._start_copy(factors[number + 2], slot)
 
     def _reserve(self, size: int) -> None:
-        """Allocates the two buffers, or replaces them with larger ones."""
+        """Allocates the two buffers, or replaces them if they are too small."""
         if self._buffers and self._buffers[0].numel() >= size:
             return
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]

@@ -1,4 +1,7 @@
-"""Metrics of each training step: the JSON Lines file beside the vector, and the check of the penalty's strength."""
+"""Metrics of each training step: the JSON Lines file beside the vector, and a check that the penalty is not too strong.
+
+The check compares the penalty with the loss in the first steps, and the loss in the first steps with that at the end.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from kfacpack.format.writer import write_atomically
 _MIN_STEPS = 10
 """Shorter runs are not checked, because their losses are too noisy."""
 _LEARNED = 0.3
-"""Below this loss, the task counts as solved, whether by the base model or by the vector."""
+"""A task whose loss is below this value counts as learned, whether by the base model or by the vector."""
 _NOT_LEARNED = 0.95
-"""A final loss above this fraction of the first loss counts as not decreased."""
+"""If the final loss is above this fraction of the first loss, the loss counts as not decreased."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Metrics:
 
 
 class MetricsLog:
-    """Appends metrics to an open JSON Lines file."""
+    """A log that appends metrics to an open JSON Lines file."""
 
     def __init__(self, file: RawIOBase, path: Path):
         self._file, self._path = file, path
@@ -68,13 +71,13 @@ def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
         strength: λ of the run.
 
     Returns:
-        A description of the problem, with the λ at which penalty and loss would have been equal in the first steps, or
-        None.
+        A description of the problem, with the λ at which penalty and loss would have been equal in the first steps;
+        None if there is no problem.
     """
     if len(steps) < _MIN_STEPS:
         return None
     window = max(4, len(steps) // 8)
-    # At the first step τ is zero, and so is the penalty.
+    # At the first step, τ is zero, and so is the penalty.
     early = [metrics for metrics in steps[1 : 1 + window] if metrics.penalty is not None]
     penalty = fmean(metrics.penalty or 0.0 for metrics in early) if early else 0.0
     if penalty <= 0:
@@ -100,8 +103,8 @@ class MetricsWarning(UserWarning):
 def metrics_path(output: Path) -> Path:
     """Returns the path of the metrics file for a vector file.
 
-    The metrics of FILE.safetensors are in FILE.metrics.jsonl, those of any other NAME in NAME-metrics.jsonl, so that
-    two vectors never share a metrics file.
+    The metrics for FILE.safetensors are in FILE.metrics.jsonl; those for any other NAME are in NAME-metrics.jsonl. Two
+    vectors therefore never share a metrics file.
     """
     if output.suffix == ".safetensors":
         return output.with_name(f"{output.stem}.metrics.jsonl")
@@ -118,12 +121,12 @@ def require_metrics_path(output: Path) -> None:
         raise KfacpackError(f"{output}: is a folder; expected the path of a file for the vector")
     path = metrics_path(output)
     if path.is_dir():
-        problem = "is a folder, but the metrics of each step are written to a file of this name"
+        problem = "is a folder, but the metrics of each step are written to a file with this name"
         raise KfacpackError(f"{path}: {problem}. Move it, or write the vector to another file")
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Returns the steps recorded in a metrics file, up to the first damaged line; empty if the file is missing."""
+    """Returns the metrics in a file, up to the first damaged line; an empty list if the file cannot be read."""
     steps: list[Metrics] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -158,7 +161,7 @@ def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
     if len(kept) != done:
         problem = f"contains {len(kept)} of {done} completed steps" if kept else "is missing or empty"
         warnings.warn(f"{path}: {problem}; continuing from step {done + 1}", MetricsWarning, stacklevel=4)
-    # A new file, so that another run with the same output does not append to it.
+    # The file is replaced, so that another run with the same output does not append to it.
     write_atomically(path, "".join(f"{line}\n" for line in kept).encode())
     try:
         file = path.open("ab", buffering=0)  # a buffered file would repeat a failed write on close

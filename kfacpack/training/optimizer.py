@@ -1,13 +1,14 @@
 """The optimizer for τ: hyperparameters and schedule, the order of the examples, the default learning rate, and AdamW.
 
-The order of the examples is a function of the seed and the step, so it needs no state. Each epoch has its own
-order; a batch may begin in one epoch and end in the next. Every batch is therefore full, and every example occurs once
-per epoch for any batch size.
+The order of the examples is a function of the seed and the step, so no state needs to be stored. Each epoch has its own
+order, and a batch may begin in one epoch and end in the next. Every batch is therefore full, and every example occurs
+once per epoch for any batch size.
 
 The default learning rate is derived from the model. The first step of Adam moves every parameter by the learning rate
-in the direction of the sign of its gradient. The resulting change of f differs between models by orders of magnitude,
-but can be computed from the linearised model. The learning rate is the one at which such a step changes f by a fixed
-fraction of the size of f: of its norm if f is normalised, otherwise of its deviation from the mean.
+in the direction of the sign of its gradient. The resulting change in f differs between models by orders of magnitude,
+but can be computed from the linearised model. The learning rate is chosen so that such a step changes f by a fixed
+fraction of the size of f. The size is the norm of f if f is normalised, and otherwise the norm of its deviation from
+the mean.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class TrainingSettings:
     clip: float | None = None
     """Maximum norm of the gradient. Defaults to 1 in the regime `sparse`, and to no limit in others."""
     seed: int = 0
-    """Seed of the order of the examples."""
+    """Seed for the order of the examples."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
@@ -117,12 +118,12 @@ class TrainingSettings:
 
 
 class BatchOrder:
-    """Assigns examples to steps.
+    """The assignment of examples to steps.
 
     Args:
         size: Number of examples in the split.
         batch_size: Examples per step, summed over all processes.
-        seed: Seed of the order.
+        seed: Seed for the order.
     """
 
     def __init__(self, size: int, batch_size: int, seed: int):
@@ -132,12 +133,16 @@ class BatchOrder:
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def batch(self, step: int) -> list[int]:
-        """Returns the indices of the examples of step `step`, from 0."""
+        """Returns the indices of the examples in a step.
+
+        Args:
+            step: Index of the step, from 0.
+        """
         start = step * self._batch_size
         return [self._epoch(k // self._size)[k % self._size] for k in range(start, start + self._batch_size)]
 
     def own(self, step: int, micro_batch_size: int | None) -> list[Sequence[int]]:
-        """Returns this process's share of a step's examples, in parts of `micro_batch_size`, or in one part if None."""
+        """Returns this process's share of a step's examples, in parts of `micro_batch_size`; None for a single part."""
         own = self.batch(step)[distributed.rank() :: distributed.world_size()]
         return list(batched(own, micro_batch_size or max(1, len(own))))
 
@@ -157,7 +162,7 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
 
     Args:
         regime: The regime to train in.
-        head: The head of the loss.
+        head: The head with which the loss is computed.
         batch: N examples, on the model's device.
         labels: Labels, (N,), as indices into the head's classes.
 
@@ -182,7 +187,7 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
 
 
 def _reference_norm(f: Tensor, *, normalized: bool) -> Tensor:
-    """Returns the norm of f, (N, C), relative to which a change of f is measured.
+    """Returns the norm of f, (N, C), relative to which a change in f is measured.
 
     If f is not normalised, its mean may be large compared with its variation over examples, and only the variation
     distinguishes examples. Therefore f is centred, unless the result would be zero.
@@ -219,7 +224,9 @@ def no_influence_error(regime: Regime) -> KfacpackError:
 
 
 def clip_scale(gradients: Sequence[Tensor], limit: float) -> Tensor:
-    """Returns the factor, at most 1, that limits the norm of gradients; does not synchronise with the device.
+    """Returns the factor, at most 1, by which gradients are multiplied to limit their norm.
+
+    The factor is a tensor on the device, so that the call does not synchronise with the device.
 
     Args:
         gradients: The gradients.
@@ -253,7 +260,7 @@ class AdamWState:
         self._optimizer = torch.optim.AdamW(
             list(self.tau.values()), lr=0.0, weight_decay=settings.weight_decay, foreach=True
         )
-        # torch creates the moments in its first step, but a resumed run needs them earlier.
+        # torch creates the moments in the first step, but a resumed run needs them earlier.
         for tensor in self.tau.values():
             self._optimizer.state[tensor] = {
                 "step": torch.zeros((), dtype=torch.float32),
@@ -262,7 +269,7 @@ class AdamWState:
             }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all tensors to store, with their names in the file; they can be restored in place."""
+        """Yields all tensors to store, with their names in the file. The tensors can be restored in place."""
         for name, tensor in self.tau.items():
             yield f"tau/{name}", tensor
             for moment, value in self._optimizer.state[tensor].items():
@@ -273,11 +280,11 @@ class AdamWState:
         set_to_zero(list(self.gradients.values()))
 
     def largest_gradient(self) -> Tensor:
-        """Returns the largest magnitude in the gradients, a 0-d float32 tensor; NaN or Inf if there is one."""
+        """Returns the largest magnitude in the gradients as a 0-d float32 tensor; NaN or Inf if they contain any."""
         return largest_magnitude(list(self.gradients.values()))
 
     def largest_change(self) -> Tensor:
-        """Returns the largest magnitude in τ, a 0-d float32 tensor; Inf if it exceeds the range of float32."""
+        """Returns the largest magnitude in τ as a 0-d float32 tensor; Inf if it exceeds the range of float32."""
         return largest_magnitude(list(self.tau.values()))
 
     def step(self, lr: float) -> None:
@@ -289,7 +296,7 @@ class AdamWState:
             for gradient in self.gradients.values():
                 gradient.mul_(scale)
         for name, mask in self._masks.items():
-            # τ and the moments of elements without a gradient stay zero, and so does their weight decay.
+            # For elements without a gradient, τ and the moments stay zero, and weight decay has no effect.
             self.gradients[name].mul_(mask)
         for name, tensor in self.tau.items():
             tensor.grad = self.gradients[name]

@@ -1,13 +1,13 @@
 """Strength of the penalty (λ), weights for groups of blocks, and the published "tak" weighting.
 
-For a layer with R positions per example, the published code takes both A and B as means over examples and positions:
+For a layer with R positions per example, the published code computes both factors as means over examples and positions:
 
     A' = 1/(N R) Σ a aᵀ = A        B' = 1/(N R) Σ g gᵀ = B / R
 
-where B here is a mean over examples and a sum over positions, as it must be for B ⊗ A to be a block of the GGN. The
+where B is a mean over examples and a sum over positions, as is required for B ⊗ A to be a block of the GGN. The
 published penalty of such a layer is therefore 1/R of the one computed here; for the output projection, which has one
 position, they are equal. In addition, the published code weights norms and tokens by 10 and the output projection by
-0.1. The published λ are for that scaling.
+0.1. The published values of λ refer to that scaling.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 Preset = Literal["tak"]
 PenaltyPrecision = Literal["tf32", "bf16"]
 MAX_RATE = 1e18
-"""Upper limit of learning rate, weight decay, λ and group weights.
+"""Upper limit for the learning rate, the weight decay, λ and group weights.
 
-τ is float32; the product of two such numbers, or one divided by Adam's denominator, must stay in its range.
+τ is float32. The product of two such numbers, or one of them divided by Adam's denominator, must stay in its range.
 """
 STRENGTH = 80.0
 """Default λ of a curvature penalty.
@@ -54,14 +54,14 @@ STRENGTH_ON_DATA = 1.0
 It is smaller than `STRENGTH` because a bundle predicts only a tenth to a hundredth of the measured drift.
 """
 PUBLISHED_WEIGHTS = {"norm": 10.0, "token": 10.0, "projection": 0.1}
-"""Group weights of preset "tak"."""
+"""Group weights of the preset "tak"."""
 PUBLISHED_STRENGTH = {
     ("open_clip", "ViT-B-32"): 100.0,
     ("open_clip", "ViT-B-16"): 500.0,
     ("open_clip", "ViT-L-14"): 2000.0,
     ("t5", ""): 20.0,
 }
-"""λ of preset "tak" by model family and prefix of the model name."""
+"""λ of the preset "tak", by model family and prefix of the model name."""
 _NORM_OPERATIONS = frozenset(
     (
         "layernorm",
@@ -79,8 +79,8 @@ _NORM_OPERATIONS = frozenset(
 )
 """Operations of the group "norm", without underscores.
 
-An estimate names operations without a rule of their own after their autograd node, such as `nativebatchnorm`; the node
-depends on the device. Manifests of other programs may write `native_batch_norm`.
+An estimate names an operation that has no rule of its own after its autograd node, such as `nativebatchnorm`. The node
+depends on the device. Manifests that other programs write may contain `native_batch_norm`.
 """
 
 
@@ -100,8 +100,9 @@ def _is_norm(block: CurvatureBlock) -> bool:
 def _projection(curvature: Curvature) -> str | None:
     """Returns the name of the block of the output projection, the layer that computes f up to normalisation.
 
-    Candidates are layers as wide as f with one position per example. The last bare `x @ W` among them, as in CLIP's
-    vision towers, takes precedence. If there is none and f is an embedding, it is the last candidate.
+    Candidates are layers as wide as f with one position per example. The last plain product `x @ W` among them, as in
+    CLIP's vision towers, takes precedence. If there is no such product and f is an embedding, the last candidate is
+    used.
     """
     width, output = curvature.about.function.width, curvature.about.function.output
     candidates = [
@@ -120,9 +121,9 @@ def block_factors(curvature: Curvature, weights: Mapping[str, float] | None, pre
     """Returns the factor of each block's penalty, by block name.
 
     Args:
-        curvature: The curvature of the penalty.
+        curvature: The curvature from which the penalty is computed.
         weights: Factors by group, which take precedence over the weights of the preset.
-        preset: "tak" for the published weighting and scaling.
+        preset: "tak" for the published weighting and scaling, or None.
 
     Raises:
         KfacpackError: If the preset does not apply to the curvature.
@@ -140,7 +141,7 @@ def block_factors(curvature: Curvature, weights: Mapping[str, float] | None, pre
 
 
 def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curvature]) -> None:
-    """Checks that weights are in range and belong to groups of the curvatures.
+    """Checks that weights are in range and that their groups occur in the curvatures.
 
     Raises:
         KfacpackError: If a group is unknown or a weight is out of range.
@@ -148,7 +149,7 @@ def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curv
     groups = sorted({group for curvature in curvatures for group in groups_of(curvature).values()})
     for group, weight in (weights or {}).items():
         if group not in groups:
-            raise KfacpackError(f"unknown group {group!r}; the bundles have {', '.join(groups)}")
+            raise KfacpackError(f"unknown group {group!r}; the groups of the bundles are {', '.join(groups)}")
         if not 0 <= weight <= MAX_RATE:
             raise KfacpackError(f"the weight of {group!r} is {weight}, expected a number from 0 to {MAX_RATE:g}")
 
@@ -172,7 +173,7 @@ def resolve_strength(strength: float | None, *, on_data: bool = False, metric: M
 
 
 def published_strength(base: Base) -> float:
-    """Returns the published λ of preset "tak" for a base model.
+    """Returns the published λ of the preset "tak" for a base model.
 
     Raises:
         KfacpackError: If no λ was published for the model.
@@ -184,7 +185,11 @@ def published_strength(base: Base) -> float:
 
 
 def _published_divisor(block: CurvatureBlock) -> float:
-    """Returns the positions per example for Kronecker factors; 1 for whole blocks, whose published scaling is equal."""
+    """Returns the number by which the preset "tak" divides a block's penalty.
+
+    This is the number of positions per example for Kronecker factors, and 1 for other blocks, whose scaling in the
+    published code is the same as here.
+    """
     if len(block.structure.sides) == 1:
         return 1.0
     if (positions := _positions(block)) is None:
@@ -194,7 +199,7 @@ def _published_divisor(block: CurvatureBlock) -> float:
 
 
 def _positions(block: CurvatureBlock) -> float | None:
-    """Returns the number of positions per example, if the block records it."""
+    """Returns the number of positions per example, or None if the block does not record it."""
     matrix = block.structure.sides[-1][0]
     if len(block.structure.sides) == 1 or not matrix.positions or not matrix.examples:
         return None

@@ -6,13 +6,14 @@ linearisation. `sparse` changes only the weights to which f is least sensitive.
 
 Notation: N is the number of examples, C the width of f. τ and its gradient have the shapes of the parameters.
 
-Masks of the regime `sparse` (TaLoS) select the weights to which f is least sensitive, the only ones that are trained.
-The score of a weight is its squared gradient of a logit sampled from the prediction, summed over examples of the task's
-validation split. Of four rounds, round k keeps the share keep^(k/4) of all weights, those with the lowest scores.
-Weights that are not kept are multiplied by 0.1 in later rounds and are not considered again.
+Masks of the regime `sparse` (TaLoS) select the weights to which f is least sensitive; only these weights are trained.
+The score of a weight is the square of the derivative of a logit with respect to that weight. The logit is sampled from
+the prediction, and the squares are summed over examples of the task's validation split. There are four rounds. Round k
+keeps the weights with the lowest scores, a share keep^(k/4) of all weights. Weights that are not kept are multiplied by
+0.1 in later rounds and are not considered again.
 
 Bundles contain such scores as well: the diagonal of G, which is B_ii A_jj for the weight (i, j) of a Kronecker block.
-A mask from the bundles of other tasks needs no data.
+Masks can therefore be computed from the bundles of other tasks without data.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ if TYPE_CHECKING:
 
 
 class ForwardResult(ABC):
-    """f of one batch at θ0 + τ, with the backward pass that computes gradients with respect to τ."""
+    """The output f of one batch at θ0 + τ, with a backward pass that computes gradients with respect to τ."""
 
     f: Tensor
     """f of the batch, (N, C), detached."""
 
     @abstractmethod
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
-        """Adds ∂<u, f>/∂τ to `gradients` in place. May be called once.
+        """Adds ∂<u, f>/∂τ to `gradients` in place. May be called only once.
 
         Args:
             u: Gradient with respect to f, (N, C).
@@ -77,7 +78,8 @@ class Regime(ABC):
     Args:
         model: The base model.
         params: Names or patterns of the parameters to train. Defaults to all that the model family does not freeze.
-        compile: Whether to compile the forward and backward pass with torch.compile; only in the regime `linear`.
+        compile: Whether to compile the forward and backward pass with torch.compile. Supported only in the regime
+            `linear`.
 
     Raises:
         KfacpackError: If no parameter is selected, or `compile` is set in a regime other than `linear`.
@@ -86,11 +88,11 @@ class Regime(ABC):
     name: ClassVar[Name]
     """Name on the command line and in vector files."""
     relative_step: ClassVar[float]
-    """Target change of f in the first step, relative to its size, for the default learning rate."""
+    """Change in f in the first step, relative to the size of f, from which the default learning rate is derived."""
     default_lr: ClassVar[float | None] = None
     """Default learning rate; None if it is derived from the model."""
     default_clip: ClassVar[float | None] = None
-    """Default limit of the norm of the gradient; None for no limit."""
+    """Default maximum norm of the gradient; None for no limit."""
 
     def __init__(self, model: Model, params: Iterable[str] | str | None = None, *, compile: bool = False):
         self.model = model
@@ -99,7 +101,7 @@ class Regime(ABC):
         self.compiled = compile
         """Whether the forward and backward pass are compiled with torch.compile."""
         if compile and self.name != "linear":
-            raise KfacpackError(f"--compile (compile): applies to the regime 'linear', got {self.name!r}")
+            raise KfacpackError(f"--compile (compile): requires the regime 'linear', got {self.name!r}")
 
     def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
         """Returns the parameters to train, by state-dict name; see `Regime` for the arguments."""
@@ -121,14 +123,14 @@ class Regime(ABC):
 
     @abstractmethod
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, ForwardResult]:
-        """Returns the change of f by τ, (N, C), and the forward result, which computes the gradient of the change.
+        """Returns the change in f caused by τ, (N, C), and the forward result, which computes the change's gradient.
 
         The change is not checked for NaN or Inf.
         """
 
 
 class LinearForward(ForwardResult):
-    """Forward result of the linearised model."""
+    """The forward result of the linearised model."""
 
     def __init__(self, point: Linearization):
         self._point = point
@@ -140,7 +142,7 @@ class LinearForward(ForwardResult):
 
 
 class LinearRegime(Regime):
-    """Trains the linearised model f + J τ."""
+    """The regime that trains the linearised model f + J τ."""
 
     name = "linear"
     relative_step = 1.0
@@ -160,7 +162,7 @@ class LinearRegime(Regime):
 
 
 class FullForward(ForwardResult):
-    """Forward result of the model itself at θ0 + τ."""
+    """The forward result of the model itself at θ0 + τ."""
 
     def __init__(self, output: Tensor, weights: Mapping[str, Tensor]):
         self._output = output
@@ -179,7 +181,7 @@ class FullForward(ForwardResult):
 
 
 class FullRegime(Regime):
-    """Trains the model itself at θ0 + τ."""
+    """The regime that trains the model itself at θ0 + τ."""
 
     name: ClassVar[Name] = "full"
     relative_step = 0.1
@@ -207,7 +209,7 @@ class FullRegime(Regime):
 
 
 class _FunctionalModule(nn.Module):
-    """Wraps f as a module, so that `functional_call` can replace the model's weights."""
+    """A module that computes f, so that `functional_call` can replace the model's weights."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -219,13 +221,13 @@ class _FunctionalModule(nn.Module):
 
 
 ATTENTION = re.compile(r"(^|\.|_)(self_?|encdec|cross_?)?(attn|attention)(\.|_|$)", re.IGNORECASE)
-"""Matches parameters of attention layers: attn, attention, SelfAttention, EncDecAttention."""
+"""Matches names of parameters in attention layers, such as attn, attention, SelfAttention and EncDecAttention."""
 NORM = re.compile("norm", re.IGNORECASE)
-"""Matches parameters of normalisation layers, also inside attention layers."""
+"""Matches names of parameters in normalisation layers, including those inside attention layers."""
 
 
 class AttentionRegime(FullRegime):
-    """Trains the model itself, by default only parameters of attention layers other than norms.
+    """The regime that trains the model itself, by default only parameters of attention layers other than norms.
 
     Raises:
         KfacpackError: If the model has no such parameters.
@@ -246,17 +248,17 @@ class AttentionRegime(FullRegime):
 
 
 LAYERS = re.compile("linear|conv|norm|attention|attn", re.IGNORECASE)
-"""Matches the classes of layers whose weights the regime `sparse` may train."""
+"""Matches class names of the layers whose weights the regime `sparse` trains by default."""
 
 
 class SparseRegime(FullRegime):
-    """Trains the model itself, but only some of the weights of linear, attention, convolution and norm layers.
+    """The regime that trains only some weights of the model itself.
 
-    The masks of the trainer select these weights. The default learning rate and the default limit of the gradient norm
-    are those of TaLoS.
+    The masks of the trainer select these weights, by default from linear, attention, convolution and norm layers. The
+    default learning rate and the default maximum norm of the gradient are those of TaLoS.
 
     Raises:
-        KfacpackError: If the model has no such parameters.
+        KfacpackError: If no weight is selected.
     """
 
     name = "sparse"
@@ -264,7 +266,7 @@ class SparseRegime(FullRegime):
     default_clip = 1.0
 
     def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
-        """Returns the chosen parameters, or the weights of the layers above if `params` is None."""
+        """Returns the chosen parameters, or the weights of the layers that `LAYERS` matches if `params` is None."""
         parameters = super().choose_parameters(model, params)
         if params is None:
             weights = {
@@ -291,7 +293,7 @@ ROUNDS = 4
 OUTSIDE = 0.1
 """Factor by which weights that are not kept are multiplied in later rounds."""
 CALIBRATION_EXAMPLES = 256
-"""Maximum number of validation examples of a calibration."""
+"""Maximum number of validation examples used for a calibration."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,7 +319,7 @@ def require_share(keep: float) -> float:
     """Returns `keep` after checking that it is a valid share of the weights.
 
     Raises:
-        KfacpackError: If `keep` is not positive, or is more than 1.
+        KfacpackError: If `keep` is not a number greater than 0 and at most 1.
     """
     if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < keep <= 1:
         raise KfacpackError(f"--keep (keep) {keep}: expected a share of the weights, more than 0 and at most 1")
@@ -325,10 +327,10 @@ def require_share(keep: float) -> float:
 
 
 def lowest(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Returns masks of the elements with the lowest scores, over all tensors together.
+    """Returns masks that select the elements with the lowest scores among all tensors.
 
     Args:
-        scores: Scores by parameter name; infinite scores are never selected before finite ones.
+        scores: Scores by parameter name. Elements with infinite scores are selected after all others.
         count: Number of elements to select, at least 1. Among equal scores, the first elements are selected.
 
     Returns:
@@ -358,7 +360,7 @@ def calibrated_masks(
         head: Head of the task.
         task: The task; its split "validation" is used.
         keep: Share of the weights to train.
-        seed: Seed of the choice of examples and of the sampled logits.
+        seed: Seed for choosing examples and sampling logits.
         on_progress: Called with the number of examples done and their total, over all rounds.
 
     Raises:
@@ -383,7 +385,8 @@ def calibrated_masks(
             _add_squared_gradients(regime, head, batch, tau, float(draws[position]), scores)
             on_progress(number * len(numbers) + position + 1, ROUNDS * len(numbers))
         if number == 0 and not any(bool(score.any()) for score in scores.values()):
-            raise KfacpackError("regime 'sparse': the gradients of all weights are zero. Choose others with --params")
+            problem = "the gradients of all weights are zero"
+            raise KfacpackError(f"regime 'sparse': {problem}. Choose other weights with --params (params)")
         ranked = {name: score.masked_fill(~masks[name], torch.inf) for name, score in scores.items()}
         masks = lowest(ranked, max(1, ceil(total * keep ** ((number + 1) / ROUNDS))))
     return _broadcast(masks, {"keep": keep, "mask": f"{len(numbers)} examples of {split.source.split}"})
@@ -392,7 +395,7 @@ def calibrated_masks(
 def _add_squared_gradients(
     regime: Regime, head: Head, batch: Batch, tau: Mapping[str, Tensor], draw: float, scores: dict[str, Tensor]
 ) -> None:
-    """Adds the squared gradients of one example's sampled logit; `draw`, from 0 to 1, selects the class."""
+    """Adds the squared gradients of a sampled logit of one example; `draw`, from 0 to 1, selects the logit."""
     result = regime.forward(batch, tau)
     f = result.f.requires_grad_()
     logits = head.logits(f)[0]
@@ -410,7 +413,7 @@ def masks_from_bundles(regime: Regime, bundles: Regularizer, keep: float = KEEP)
 
     Args:
         regime: The regime, which defines the model and the weights to select from.
-        bundles: Bundles that have been checked against the model and do not contain the trained task.
+        bundles: Bundles that have been checked against the model and do not contain the task being trained.
         keep: Share of the weights of `regime` to train. Weights that no bundle covers are not trained.
 
     Raises:
@@ -435,13 +438,14 @@ def masks_from_bundles(regime: Regime, bundles: Regularizer, keep: float = KEEP)
         problem = (
             f"the bundles cover {covered:,} weights, fewer than the {count:,} to be trained; not covered: {missing}"
         )
-        raise KfacpackError(f"--mask (mask): {problem}. Pass a smaller --keep (keep), or choose weights with --params")
+        remedy = "Pass a smaller --keep (keep), or choose weights with --params (params)"
+        raise KfacpackError(f"--mask (mask): {problem}. {remedy}")
     digests = ", ".join(digest[:16] for digest in bundles.digests)
     return _broadcast(lowest(scores, count), {"keep": keep, "mask": f"bundles {digests}"})
 
 
 def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, Tensor]:
-    """Returns the diagonal of a block's G by parameter name, in the shapes of the parameters.
+    """Returns the diagonal of a block's G by parameter name, as tensors with the shapes of the parameters.
 
     Args:
         block: The block.

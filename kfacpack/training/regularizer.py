@@ -46,11 +46,11 @@ class OwnTaskWarning(UserWarning):
 
 
 class OutputScaleWarning(UserWarning):
-    """Issued if a bundle does not record the scale of f and f is not normalised, so that λ depends on that scale."""
+    """Issued if f is not normalised and a bundle does not record the scale of f, so that λ depends on that scale."""
 
 
 class PrecisionLoss(NamedTuple):
-    """Relative errors of a penalty whose products have a reduced precision."""
+    """The relative errors of a penalty whose products are computed in reduced precision."""
 
     value: float
     """Relative error |v' - v| / v of the value v."""
@@ -59,24 +59,25 @@ class PrecisionLoss(NamedTuple):
 
 
 class Regularizer:
-    """Quadratic penalty λ/s Σ τᵀ G τ over one or several curvature bundles.
+    """The quadratic penalty λ/s Σ τᵀ G τ over one or several curvature bundles.
 
-    A merged bundle represents Σ w_t G_t with weights w_t that average one. s makes λ independent of the scale of f: it
-    is 1 if f is normalised, otherwise the variance of f that the bundles record (`OutputScale.reference`).
+    A merged bundle represents Σ w_t G_t with weights w_t whose mean is 1. s makes λ independent of the scale of f: it
+    is 1 if f is normalised, and otherwise the variance of f that the bundles record (`OutputScale.reference`).
 
     Args:
-        bundles: One or several curvatures, paths or `hf://` references, of one base model and one f.
-        strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, or to the published λ of the model with
+        bundles: One or several curvatures, paths or `hf://` references. All must have the same base model and the same
+            f.
+        strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, or to the published λ for the model with
             `preset="tak"`.
         weights: Factors by group. Groups are "norm", "token", "projection", and operations as named in the manifest.
         preset: "tak" for the published weighting and scaling; `weights` takes precedence over its weights.
-        every: Number of steps between penalties, for training loops that use `due`.
+        every: Interval of the penalty in steps, for training loops that use `due`.
         offload: Whether to keep factors on the CPU in their stored form and copy them to the device a few blocks at a
             time.
         device: Device of the computation. Defaults to the device of τ.
         dtype: Dtype of the computation. Defaults to the dtype of τ, at least float32.
         precision: Precision of the products with factors: "bf16" also keeps the factors in bfloat16, "tf32" uses TF32
-            on GPUs that have it. Defaults to that of `dtype`. `precision_loss` measures the effect.
+            on GPUs that support it. Defaults to that of `dtype`. `precision_loss` measures the effect.
         exclude_task: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles into
             which it was merged by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
 
@@ -158,7 +159,7 @@ class Regularizer:
 
     @property
     def curvatures(self) -> tuple[Curvature, ...]:
-        """Curvatures over which the penalty is summed, leaving out the task being trained."""
+        """Curvatures over which the penalty is summed, without the task being trained."""
         return tuple(bundle.curvature for bundle in self._inputs)
 
     @property
@@ -208,12 +209,12 @@ class Regularizer:
         for bundle in self._inputs:
             about = bundle.curvature.about
             if function and (words := function_difference(about.function, function)):
-                raise KfacpackError(f"{bundle.name}: was estimated for a different f than that of the model: {words}")
+                raise KfacpackError(f"{bundle.name}: was estimated for a different f from the model's: {words}")
             for parameter in about.base.parameters:
                 if identified.get(parameter.name) == parameter:
                     continue
                 if words := difference(parameter, weights):
-                    problem = f"was estimated for {about.base.name} with different weights than the model's"
+                    problem = f"was estimated for {about.base.name} with different weights from the model's"
                     remedy = "Estimate its curvature at these weights"
                     raise KfacpackError(f"{bundle.name}: {problem}: parameter {parameter.name!r} {words}. {remedy}")
                 identified[parameter.name] = parameter
@@ -223,18 +224,18 @@ class Regularizer:
 
         Args:
             tau: Task vector, {state-dict name: tensor of the parameter's shape}. Parameters that no bundle covers are
-                ignored; missing ones count as zero.
+                ignored; missing parameters count as zero.
 
         Returns:
             A 0-d tensor without a graph.
 
         Raises:
-            TaskVectorError: If τ does not fit the bundles.
+            TaskVectorError: If τ does not match the bundles.
         """
         return self._compute(self._covered(tau), None)
 
     def loss(self, tau: Mapping[str, Tensor]) -> Tensor:
-        """Returns the penalty as a term of a loss, differentiable once in τ.
+        """Returns the penalty as a loss term that is differentiable once with respect to τ.
 
         τ may be computed from other tensors: for τ = c B A and H = 2 λ/s G τ, the gradient of B is c H Aᵀ, and that of
         A is c Bᵀ H. If the tensors of τ are leaves, `add_grad` does the same without a graph.
@@ -246,7 +247,7 @@ class Regularizer:
             A 0-d tensor.
 
         Raises:
-            TaskVectorError: If τ does not fit the bundles.
+            TaskVectorError: If τ does not match the bundles.
         """
         covered = self._covered(tau)
         value: Tensor = _Penalty.apply(self._compute, tuple(covered), *covered.values())  # type: ignore[no-untyped-call]
@@ -263,7 +264,7 @@ class Regularizer:
             The penalty, a 0-d tensor without a graph.
 
         Raises:
-            TaskVectorError: If τ does not fit the bundles, or its tensors cannot hold a `.grad`.
+            TaskVectorError: If τ does not match the bundles, or its tensors cannot hold a `.grad`.
             KfacpackError: If `grads` is not a mutable mapping, or a gradient does not have the shape of its parameter.
         """
         covered = self._covered(tau)
@@ -288,9 +289,9 @@ class Regularizer:
 
     @staticmethod
     def _require_persistent(tau: Mapping[str, Tensor], covered: Mapping[str, Tensor]) -> None:
-        """Rejects mappings that create a new tensor at each access, such as task vectors: a `.grad` would be lost."""
+        """Rejects mappings, such as task vectors, that create new tensors at each access and would lose a `.grad`."""
         if any(tau[name] is not tensor for name, tensor in covered.items()):
-            problem = f"the tensors of a {type(tau).__name__} are created at each access and keep no .grad"
+            problem = f"the tensors of a {type(tau).__name__} are created at each access, so their .grad would be lost"
             raise TaskVectorError(f"{problem}. Pass a dict to which gradients are added: add_grad(tau, grads)")
 
     def precision_loss(self, tau: Mapping[str, Tensor]) -> PrecisionLoss:
@@ -303,7 +304,7 @@ class Regularizer:
             The relative errors; 0 if the penalty is zero.
 
         Raises:
-            TaskVectorError: If τ does not fit the bundles.
+            TaskVectorError: If τ does not match the bundles.
         """
         covered = self._covered(tau)
         exact, rounded = ({name: torch.zeros_like(tensor) for name, tensor in covered.items()} for _ in range(2))
@@ -376,7 +377,7 @@ def _tf32_products(*, enabled: bool) -> Iterator[None]:
 
 
 class _Penalty(torch.autograd.Function):
-    """Computes value and gradient together in the forward pass."""
+    """An autograd function that computes both the value and the gradient in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Tensor], names: tuple[str, ...], *tau: Tensor) -> Tensor:
@@ -396,9 +397,9 @@ def _output_scale(inputs: Sequence[MergeInput]) -> float:
     reference = scale_of_f(inputs)
     for bundle in inputs:
         if not (about.function.normalized or about.metric == "kl" or bundle.curvature.about.output_scale):
-            instead = "that of the other bundles is used" if reference else "λ multiplies the absolute drift"
-            problem = f"does not record the scale of f, which is not normalised; {instead}"
-            warnings.warn(f"{bundle.name}: {problem}. Estimate it again", OutputScaleWarning, stacklevel=3)
+            instead = "the scale of the other bundles is used" if reference else "λ multiplies the absolute drift"
+            problem = f"f is not normalised, and the bundle does not record the scale of f; {instead}"
+            warnings.warn(f"{bundle.name}: {problem}. Estimate the bundle again", OutputScaleWarning, stacklevel=3)
     return reference or 1.0
 
 
@@ -427,8 +428,9 @@ def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
     }
     for other, bundle in protected.items():
         if share_classes(other, task):
-            problem = f"{bundle.name} contains {other!r}, which has classes in common with it"
-            remedy = f"Pass bundles of other tasks, and of other splits of {base_task_name(task)!r} of the same size"
+            problem = f"{bundle.name} contains {other!r}, which has classes in common with {task!r}"
+            splits = f"other splits of {base_task_name(task)!r} into the same number of parts"
+            remedy = f"Pass only bundles of other tasks, or of {splits}"
             warnings.warn(_own_task_message(task, f"{problem}. {remedy}"), OwnTaskWarning, stacklevel=4)
             return
 

@@ -73,11 +73,11 @@ def train(
         reg_data: One or several other tasks whose drift is penalised on their own data, instead of using bundles (τJp).
         strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, to 1 with `reg_data`, or to the published λ
             with `preset`.
-        reg_every: Interval of the penalty in steps: N applies it only at every N-th step.
+        reg_every: Interval of the penalty in steps. With N, the penalty is applied only at every N-th step.
         weights: Factors for groups of blocks, such as `{"norm": 10.0}`.
         preset: `"tak"` for the published scaling, strength and weights.
-        penalty_precision: `"tf32"` or `"bf16"` for faster products with the factors; `"bf16"` also halves the memory of
-            the factors. `Regularizer.precision_loss` measures the effect.
+        penalty_precision: `"tf32"` or `"bf16"` for faster products with the factors; `"bf16"` also halves the memory
+            that the factors need. `Regularizer.precision_loss` measures the effect.
         offload: Whether to keep the factors on the CPU and copy them to the device a few blocks at a time.
         regime: `"linear"` trains f + Jτ, `"full"` the model itself, `"attention"` its attention layers only, `"sparse"`
             the weights to which f is least sensitive (TaLoS).
@@ -90,7 +90,7 @@ def train(
         epochs: Passes over the training examples, instead of `steps`.
         batch_size: Examples per step, summed over all processes.
         micro_batch_size: Examples per forward pass; the gradients of a step are accumulated.
-        lr: Peak learning rate; by default derived from the model, and 1e-5 in the regime `"sparse"`.
+        lr: Peak learning rate; by default derived from the model, or 1e-5 in the regime `"sparse"`.
         warmup: Fraction of the steps over which the learning rate increases linearly.
         weight_decay: AdamW's weight decay on τ.
         clip: Maximum norm of the gradient; by default 1 in the regime `"sparse"`, and no limit in others.
@@ -103,7 +103,7 @@ def train(
         resume: Whether to resume an interrupted run with the same `output`.
         on_progress: Called after each step with its metrics and the total number of steps; on a GPU, only after the
             next step has been started.
-        stopped: Checked after each step; once it returns True the state is stored and `Interrupted` is raised.
+        stopped: Checked after each step; once it returns True, the state is stored and `Interrupted` is raised.
 
     Returns:
         The task vector, with its head.
@@ -179,12 +179,12 @@ def build_trainer(
         model: The base model.
         task: The task to train.
         settings: Length, batches, learning rate and seed.
-        reg: Bundles of the penalty. This and the following arguments are described in `train`.
-        reg_data: Tasks of a penalty on data.
+        reg: Bundles from which the penalty is computed. This and the following arguments are described in `train`.
+        reg_data: Tasks whose drift is penalised on their own data.
         strength: λ.
         reg_every: Interval of the penalty in steps.
         weights: Factors for groups of blocks.
-        preset: Published scaling, strength and weights.
+        preset: `"tak"` for the published scaling, strength and weights.
         penalty_precision: Precision of the products with the factors.
         offload: Whether to keep the factors on the CPU.
         regime: Name of the regime.
@@ -274,8 +274,8 @@ def check_penalty_options(
     """Rejects options of a penalty that is not used. The check needs no model, so it can run before one is loaded.
 
     Args:
-        bundles: The bundles of the penalty, if any.
-        reg_data: The tasks of a penalty on data, if any.
+        bundles: The bundles of a curvature penalty, if any.
+        reg_data: The tasks of a data penalty, if any.
         strength: λ, or None.
         weights: Factors for groups of blocks, if any.
         preset: Name of a preset, if any.
@@ -315,7 +315,7 @@ def check_mask_options(regime: str, mask: Sequence[object], keep: float | None) 
 
 
 def uses_autocast(model: Model, autocast: bool | None = None) -> bool:
-    """Returns whether training runs the model in bfloat16: as requested, or by default on CUDA only."""
+    """Returns whether training runs the model in bfloat16: as requested or, by default, only on CUDA."""
     return next(model.module.parameters()).device.type == "cuda" if autocast is None else autocast
 
 
@@ -324,8 +324,9 @@ def _data_penalty(
 ) -> DataPenalty | None:
     names = [other.name for other in others]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise KfacpackError(f"--reg-data (reg_data): {printable(repeated[0])} is given twice and would count twice")
+        problem = f"{printable(repeated[0])} is given twice and would be counted twice"
+        raise KfacpackError(f"--reg-data (reg_data): {problem}")
     if task.name in names:
         problem = f"{printable(task.name)} is the task being trained"
-        raise KfacpackError(f"--reg-data (reg_data): {problem}; name the other tasks")
+        raise KfacpackError(f"--reg-data (reg_data): {problem}; pass other tasks")
     return DataPenalty(others, strength, settings.batch_size, settings.seed) if others else None

@@ -1,12 +1,12 @@
-"""The training loop of a task vector: distributed, resumable, with an optional penalty.
+"""The training loop for task vectors: distributed, resumable, with an optional penalty.
 
-Every process runs the same trainer. Of each step's batch, process r of n takes every n-th example; gradients are summed
-over processes, and all continue with the same τ. So up to rounding, the result depends neither on the number of
-processes nor on how many examples are computed at once.
+Every process runs the same trainer. Process r of n takes every n-th example of each step's batch, beginning with
+example r. Gradients are summed over processes, and all processes continue with the same τ. Therefore, up to rounding,
+the result depends neither on the number of processes nor on how many examples are computed at once.
 
 The results of a step (loss, accuracy, penalty, and whether all values are finite) are read in one transfer. On a device
 that computes asynchronously, this happens after the next step has been started, so that the device is not idle while
-the host waits. A state is stored, and a vector written, only after the results of its last step have been checked.
+the host waits. A state is stored, and a vector is written, only after the results of the last step have been checked.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 def identify_base(regime: Regime, regularizer: Regularizer | None = None) -> Base:
-    """Hashes the parameters of a run once, and checks that the bundles of its penalty belong to the model.
+    """Hashes the parameters of a run once, and checks that the bundles of its penalty match the model.
 
     Args:
         regime: The regime, which defines the model and the trained parameters.
@@ -73,7 +73,7 @@ def identify_base(regime: Regime, regularizer: Regularizer | None = None) -> Bas
     """
     model = regime.model
     penalised = regularizer.parameters if regularizer else ()
-    # Parameters that the model does not have are reported by the check, with the name of the bundle.
+    # The check below reports parameters that the model lacks, together with the name of the bundle.
     present = model.module.state_dict().keys()
     base = model.base([*regime.parameters, *(name for name in penalised if name in present)])
     if regularizer:
@@ -170,7 +170,7 @@ def _head_digest(head: Head) -> str:
 
 @dataclass(frozen=True)
 class StartedStep:
-    """A step that has been started, and whose results have not been read yet."""
+    """A step that has been started and whose results have not been read yet."""
 
     step: int
     """Index of the step, from 0."""
@@ -238,13 +238,13 @@ class Trainer:
 
     @cached_property
     def unpenalised(self) -> tuple[str, ...]:
-        """Trained parameters that no bundle of the penalty covers; empty without a curvature penalty."""
+        """Trained parameters that no bundle of the penalty covers; empty if there is no curvature penalty."""
         covered = self.regularizer.parameters if self.regularizer else self.regime.parameters
         return tuple(name for name in self.regime.parameters if name not in covered)
 
     @cached_property
     def steps(self) -> int:
-        """Number of steps."""
+        """Total number of steps."""
         return self.settings.step_count(len(self.split))
 
     @cached_property
@@ -268,7 +268,7 @@ class Trainer:
         head, own = self.head, own_classes(self.task)
         if own is None:
             return head
-        # Views, so that the broadcast of the head to other processes reaches them.
+        # The rows are views, so that a broadcast of the head to other processes also changes the rows.
         return head.of_classes(own)
 
     @cached_property
@@ -289,7 +289,7 @@ class Trainer:
         Args:
             output: File to write.
             resume: Whether to resume an interrupted run with the same output.
-            every: Seconds between two stored states.
+            every: Minimum number of seconds between two stored states.
             on_progress: Called after each step with its metrics and the total number of steps; on a GPU, only after the
                 next step has been started.
             stopped: Checked after each step; once it returns True, the state is stored and `Interrupted` is raised.
@@ -299,7 +299,8 @@ class Trainer:
 
         Raises:
             Interrupted: If `stopped` returned True.
-            KfacpackError: If a file cannot be written, the run to be resumed has other settings, or training diverges.
+            KfacpackError: If a file cannot be written, the interrupted run has different settings, or training
+                diverges.
         """
         require_writable_folder(output)
         require_metrics_path(output)
@@ -332,8 +333,8 @@ class Trainer:
 
             for step in range(done, self.steps):
                 try:
-                    # Several processes have to stop, and to read the results for a save, at the same step. So they act
-                    # on requests that were sent with the results.
+                    # All processes must stop at the same step, and must read the results before a save at the same
+                    # step. They therefore act on requests that were sent with the results.
                     sent = (False, False) if alone else (stopped(), first and partial.is_due())
                     started.append(self._start_step(step, state, loader, *sent))
                 except Exception as error:
@@ -368,7 +369,7 @@ class Trainer:
         )
 
     def penalty_error(self, vector: TaskVector) -> PrecisionLoss | None:
-        """Returns the errors of the curvature penalty at a vector; None if it is computed in full precision.
+        """Returns the rounding errors of the curvature penalty at a vector; None if it is computed in full precision.
 
         Args:
             vector: A task vector of this run.
@@ -423,7 +424,7 @@ class Trainer:
         return StartedStep(step, lr, DeferredValues(torch.cat([results, others])))
 
     def _results(self, started: StartedStep) -> tuple[Metrics, tuple[bool, bool]]:
-        """Returns the metrics of a step, and whether a process asked to stop and to save.
+        """Returns the metrics of a step, and whether any process requested a stop, and whether any requested a save.
 
         Raises:
             KfacpackError: If a value is NaN or Inf, or f does not depend on the parameters.
@@ -447,8 +448,8 @@ class Trainer:
         return metrics, (bool(stop), bool(save))
 
     def _step_error(self, step: int, problem: str, *, lr_involved: bool) -> KfacpackError:
-        """Returns the error of a failed step; while τ is zero, the learning rate cannot be the cause."""
-        state = "The last stored state beside the output is kept, if there is one"
+        """Returns the error for a failed step; while τ is zero, the learning rate cannot be the cause."""
+        state = "The last state that was stored beside the output is kept, if there is one"
         for name, parameter in self.regime.model.module.named_parameters():
             if not bool(parameter.isfinite().all()):
                 remedy = f"the weights of the model contain NaN or Inf, first in {name!r}: load other weights"
@@ -462,7 +463,8 @@ class Trainer:
         """Adds the gradient of the loss of a micro-batch.
 
         Returns:
-            The sum of losses, the number of correct predictions, and 1 if f contains NaN or Inf, else 0; (3,).
+            A tensor of shape (3,): the sum of the losses, the number of correct predictions, and 1 if f contains NaN or
+            Inf, otherwise 0.
         """
         with self._autocast_context():
             result = self.regime.forward(batch, state.tau)

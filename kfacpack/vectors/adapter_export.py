@@ -1,8 +1,8 @@
-"""Export of a task vector as a LoRA adapter that PEFT loads onto the model's own module.
+"""Exports a task vector as a LoRA adapter that PEFT loads onto the model's own module.
 
-Notation: W is the change of a weight, (m, n), in the orientation of the parameter. The adapter stores U V instead, with
-U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. Errors are measured in the bundle's own metric. If the
-truncated SVD of a weight has a smaller error than the approximation in this metric, the truncated SVD is used.
+Notation: W (m, n) is the change to a weight, in the orientation of the parameter. The adapter stores an approximation
+U V with U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. With a bundle, errors are measured in the bundle's
+metric. If the truncated SVD of W has a smaller error than the approximation in this metric, the truncated SVD is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ApproximationMethod = Literal["factors", "svd", "metric"]
 
 
 class LinearVectorWarning(UserWarning):
-    """Issued when a vector of the linearised model is exported: the adapter changes the weights of the model itself."""
+    """Issued when a vector trained in the linearised model is exported, because the adapter is added to θ0."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class ExportedMatrix:
     error: float
     """‖W − U V‖ / ‖W‖."""
     metric_error: float | None
-    """‖W − U V‖ / ‖W‖ in the norm of the bundle; None without a bundle, or if the bundle's norm of W is zero."""
+    """‖W − U V‖ / ‖W‖ in the bundle's norm; None if there is no bundle or if this norm of W is zero."""
     svd_metric_error: float | None
-    """Error of the truncated SVD in the norm of the bundle."""
+    """Error of the truncated SVD in the bundle's norm; None in the same cases as `metric_error`."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class LostParameter:
     share: float
     """Share of ‖τ‖² that is due to this parameter."""
     metric_share: float | None
-    """τᵀGτ of this parameter alone, relative to τᵀGτ of the whole vector; None without a bundle."""
+    """τᵀGτ for this parameter alone, relative to τᵀGτ for the whole vector; None if there is no bundle."""
 
 
 @dataclass(frozen=True)
 class LoraExport:
-    """Result of `kp.export_lora`: the files and approximation errors of a LoRA adapter.
+    """Result of `kp.export_lora`: the folder and the approximation errors of a LoRA adapter.
 
     Example:
         >>> result = kp.export_lora(vector, "adapter", rank=16, bundle="others.kfac")
@@ -86,16 +86,16 @@ class LoraExport:
 
     path: Path
     rank: int
-    """Largest rank of the adapter."""
+    """Largest rank in the adapter."""
     nbytes: int
-    """Size of adapter_model.safetensors."""
+    """Size of `adapter_model.safetensors` in bytes."""
     matrices: tuple[ExportedMatrix, ...]
     lost: tuple[LostParameter, ...]
     """Parameters that change in the vector but not in the adapter."""
     error: float
-    """‖τ − adapter‖ / ‖τ‖, over all parameters, including the lost ones."""
+    """‖τ − adapter‖ / ‖τ‖ over all parameters, including those in `lost`."""
     metric_error: float | None
-    """‖τ − adapter‖ / ‖τ‖ in the norm of the bundle; None without a bundle."""
+    """‖τ − adapter‖ / ‖τ‖ in the bundle's norm; None if there is no bundle."""
 
 
 def export_lora(
@@ -109,9 +109,10 @@ def export_lora(
 ) -> LoraExport:
     """Writes a task vector as a folder that `peft.PeftModel.from_pretrained` loads onto the base model.
 
-    The adapter contains the weights of linear layers, and the fused input projection of `nn.MultiheadAttention`. Its
-    output projection, biases, norms, tokens, embeddings and parameters without a module are left out and listed in the
-    result. A change that the vector stores as factors of at most this rank is exported without loss.
+    The adapter contains the weights of linear layers and the fused input projection of `nn.MultiheadAttention`. The
+    output projection of `nn.MultiheadAttention`, biases, norms, tokens, embeddings and parameters without a module are
+    left out and listed in the result. A change that the vector stores as factors of at most the given rank is exported
+    without loss.
 
     Args:
         vector: A task vector, or the path of its file.
@@ -119,16 +120,16 @@ def export_lora(
         rank: Maximum rank of each matrix.
         bundle: A curvature, or the path of a bundle. Each matrix is then approximated in the metric of its block;
             parameters that the bundle does not cover are approximated by the truncated SVD.
-        model: The base model, of which only the module classes are used. By default, the model recorded in the vector,
-            with random weights.
+        model: The base model, of which only the module classes are used. By default, the model that the vector records
+            is built with random weights.
         on_progress: Called with the number of parameters done and their total.
 
     Returns:
-        The errors of every matrix, and the parameters that the adapter does not contain.
+        The approximation error of each matrix, and the parameters that the adapter does not contain.
 
     Raises:
-        KfacpackError: If the rank is less than 1, the bundle belongs to another base model, the vector has no
-            parameter that an adapter can contain, or the folder is not empty.
+        KfacpackError: If the rank is less than 1, if the bundle has another base model or f, if the vector has no
+            parameter that an adapter can contain, or if the folder is not empty.
 
     Example:
         >>> kp.export_lora("dtd.safetensors", "dtd-lora", rank=16, bundle="dtd.kfac")  # doctest: +SKIP
@@ -168,7 +169,7 @@ def export_lora(
         raise TaskVectorError(f"the vector has no weight that a LoRA adapter can contain: {first}")
     if vector.is_linear:
         problem = "the vector was trained in the linearised model f + J τ; with the adapter, the model has the weights"
-        warnings.warn(f"{problem} θ0 + τ and different outputs", LinearVectorWarning, stacklevel=2)
+        warnings.warn(f"{problem} θ0 + τ and gives different outputs", LinearVectorWarning, stacklevel=2)
 
     matrices = []
     for number, name in enumerate(targets):
@@ -200,17 +201,17 @@ def _check_bundle(vector: TaskVector, curvature: Curvature) -> None:
     own = {parameter.name: parameter for parameter in about.base.parameters}
     common = [parameter for parameter in curvature.about.base.parameters if parameter.name in own]
     if not common:
-        raise KfacpackError(f"{name}: covers no parameter of the vector; expected a bundle of {about.base.name}")
+        raise KfacpackError(f"{name}: covers no parameter of the vector; expected a bundle for {about.base.name}")
     for parameter in common:
         if own[parameter.name] != parameter:
-            problem = f"belongs to a different base model than the vector: the parameter {parameter.name!r} differs"
-            raise KfacpackError(f"{name}: {problem}. Use a bundle that was estimated with {about.base.name}")
+            problem = f"has a different base model than the vector: the parameter {parameter.name!r} differs"
+            raise KfacpackError(f"{name}: {problem}. Use a bundle that was estimated for {about.base.name}")
     if change := function_difference(about.function, curvature.about.function):
-        raise KfacpackError(f"{name}: was estimated for a different function f than the vector: {change}")
+        raise KfacpackError(f"{name}: was estimated for a different function f than that of the vector: {change}")
 
 
 def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:
-    """Returns the module to which the adapter belongs, or one of the same architecture."""
+    """Returns the module of the base model, or a module of the same architecture."""
     if model is None:
         prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)
         remedy = "Pass the model: --model MODEL (model=…)"
@@ -230,11 +231,11 @@ class Target(NamedTuple):
     module: str
     """Name of the module that PEFT replaces."""
     transposed: bool
-    """Whether the weight is (inputs, outputs), as in transformers' Conv1D."""
+    """Whether the weight has shape (inputs, outputs), as in transformers' Conv1D."""
 
 
 def _target(module: nn.Module, name: str, shape: tuple[int, ...], uses: Mapping[int, int]) -> Target | str:
-    """Returns the layer to which PEFT adds the factors of a parameter, or the reason why it cannot."""
+    """Returns the layer that PEFT adapts for a parameter, or the reason why PEFT cannot adapt the parameter."""
     owner_name, _, attribute = name.rpartition(".")
     try:
         owner = module.get_submodule(owner_name)
@@ -255,7 +256,7 @@ def _target(module: nn.Module, name: str, shape: tuple[int, ...], uses: Mapping[
     if fused:
         return Target(owner_name, False)
     if isinstance(parent, nn.MultiheadAttention):
-        # PEFT 0.21 adds these factors twice (huggingface/peft pull request 3774), so no file is right for all versions.
+        # PEFT 0.21 adds these factors twice (huggingface/peft pull request 3774), so no file works with all versions.
         return "the output of nn.MultiheadAttention, whose factors PEFT adds twice"
     return Target(owner_name, conv1d)
 
@@ -337,7 +338,7 @@ def _lost(
 
 
 def _ratio(square: float, whole: float) -> float | None:
-    """Returns the ratio of two norms from their squares; None if the second one is not positive."""
+    """Returns the ratio of two norms, given their squares, or None if the second square is not positive."""
     return sqrt(max(square, 0.0) / whole) if whole > 0 else None
 
 
@@ -351,11 +352,11 @@ def _write(
     ranks = {name: len(V) for name, (_, V) in factors.items()}
     for name, rank in ranks.items():
         if isinstance(owner := module.get_submodule(name), nn.MultiheadAttention):
-            # PEFT adapts both weights of the layer, with one rank.
+            # PEFT adapts both weights of the layer with the same rank.
             width = owner.embed_dim
             factors[f"{name}.base_layer.out_proj"] = torch.zeros(width, rank), torch.zeros(rank, width)
     largest = max(ranks.values(), default=1)
-    # PEFT takes the first pattern that a name ends with, so longer names come first.
+    # PEFT uses the first pattern that a name ends with, so longer names must come first.
     pattern = {name: ranks[name] for name in sorted(ranks, key=len, reverse=True)}
     pattern = pattern if any(rank != largest for rank in ranks.values()) else {}
     config: dict[str, Any] = {

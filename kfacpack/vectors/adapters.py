@@ -1,9 +1,9 @@
-"""PEFT adapters: reads LoRA adapters and returns their changes as factors. peft itself is not needed.
+"""Reads PEFT's LoRA adapters and returns their weight changes as factors. The peft library is not needed.
 
 An adapter is a folder with `adapter_config.json` and `adapter_model.safetensors`. With A (r, in) and B (out, r), the
-change of a layer is s B A, where s = α / r, or α / √r with rsLoRA. Layers that store their weight as (in, out), such as
-transformers' Conv1D, and embeddings change by the transpose. For convolutions, A (r, …) and B (out, r, …) have more
-dimensions.
+change in a layer's weight is s B A, where s = α / r, or α / √r with rsLoRA. The change to an embedding, or of a layer
+that stores its weight as (in, out), such as transformers' Conv1D, is the transpose. For convolutions, A (r, …) and
+B (out, r, …) have more dimensions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kfacpack.vectors.checkpoints import (
 )
 from kfacpack.vectors.parameter_change import Factors
 
-_MERGE_FIRST = "Merge the adapter into its model with peft's merge_and_unload and extract the merged checkpoint"
+_MERGE_FIRST = "Merge the adapter into its model with peft's merge_and_unload, then extract the merged checkpoint"
 ONLY_LORA = f"Only plain LoRA adapters are supported. {_MERGE_FIRST}"
 """Remedy for adapters that are not plain LoRA adapters."""
 _UNSUPPORTED = {
@@ -55,10 +55,10 @@ _WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?|original_
 
 @dataclass
 class AdapterLayer:
-    """A and B of one layer, and the factor s of their product."""
+    """The matrices A and B of one layer, and the factor s that multiplies their product."""
 
     module: str
-    """Name of the layer in the model with which the adapter was trained."""
+    """Name of the layer in the model that was adapted."""
     scale: float
     is_embedding: bool
     tensors: dict[str, str] = field(default_factory=dict)
@@ -67,36 +67,37 @@ class AdapterLayer:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The content of a LoRA adapter, with the names of the model with which it was trained."""
+    """The content of a LoRA adapter. Layers and parameters have the names of the model that was adapted."""
 
     tensors: CheckpointTensors
     base: str | None
-    """Name of the base model in the config."""
+    """Name of the base model in the config; None if the config does not state it."""
     layers: Mapping[str, AdapterLayer]
-    """Layers with A and B, by the name of the layer."""
+    """Layers with LoRA factors, by layer name."""
     replaced: Mapping[str, str]
-    """Parameters that the adapter replaces, and the names of their tensors in the file."""
+    """Names of the tensors in the file that replace parameters, by parameter name."""
     config_sha256: str
     """SHA-256 of the config file."""
 
     def factors(self, layer: AdapterLayer, module: nn.Module, shape: tuple[int, ...]) -> Factors:
-        """Returns the change of a layer's weight as factors.
+        """Returns the change in a layer's weight as factors.
 
         Args:
             layer: The layer.
-            module: The layer of the base model.
-            shape: Shape of its weight.
+            module: The corresponding layer of the base model.
+            shape: Shape of this layer's weight.
 
         Returns:
             U (m, r) and V (r, n) in float32.
 
         Raises:
-            BundleError: If the shapes do not fit the layer.
+            BundleError: If a tensor contains NaN or Inf, or if its shape or dtype does not match the layer.
         """
         tensors = {factor: self.tensors.read(name) for factor, name in layer.tensors.items()}
         for factor, name in layer.tensors.items():
             if not tensors[factor].is_floating_point() or not bool(tensors[factor].isfinite().all()):
-                raise BundleError(self.tensors.name, "is not finite or not of a float type", f"tensor {name!r}")
+                problem = "is not finite or not of a floating-point type"
+                raise BundleError(self.tensors.name, problem, f"tensor {name!r}")
         right, left = tensors["A"].double().flatten(1), tensors["B"].double().flatten(1)
         if layer.is_embedding or stores_transposed(module):
             left, right = right.T, left.T
@@ -106,15 +107,15 @@ class Adapter:
             columns *= side
         if grouped or left.shape[0] != rows or right.shape[1] != columns or left.shape[1] != right.shape[0]:
             actual = " and ".join(str(list(tensors[factor].shape)) for factor in ("A", "B"))
-            problem = f"A and B of shape {actual} do not fit the base model's weight of shape {list(shape)}"
-            problem += " in groups" if grouped else ""
+            problem = f"A and B of shapes {actual} do not match the base model's weight of shape {list(shape)}"
+            problem += ", which has groups" if grouped else ""
             remedy = "The adapter may be for another base model"
             raise BundleError(self.tensors.name, problem, f"layer {layer.module!r}", remedy)
         return (layer.scale * left).float().contiguous(), right.float().contiguous()
 
 
 def stores_transposed(module: nn.Module) -> bool:
-    """Returns whether a layer stores its weight as (in, out), as transformers' Conv1D does (fan_in_fan_out).
+    """Returns whether a layer stores its weight as (in, out), like transformers' Conv1D (PEFT's `fan_in_fan_out`).
 
     Args:
         module: The layer.
@@ -126,7 +127,7 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
     """Opens a LoRA adapter and reads its config.
 
     Args:
-        folder: The folder.
+        folder: The folder with the adapter's files.
 
     Returns:
         The adapter, or None if the folder has no `adapter_config.json`.
@@ -169,7 +170,7 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
     for module, layer in layers.items():
         layer.scale = _scale(folder.name, config, module, layer, tensors)
     if not layers and not replaced:
-        raise BundleError(folder.name, "the adapter has no tensors")
+        raise BundleError(folder.name, "contains no tensors")
     base = config.get("base_model_name_or_path")
     return Adapter(tensors, base if isinstance(base, str) and base else None, layers, replaced, digest)
 
@@ -177,14 +178,14 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise BundleError(name, f"is a {printable(str(kind))} adapter", f"{ADAPTER_CONFIG}: peft_type", ONLY_LORA)
+        raise BundleError(name, f"is {printable(str(kind))}, expected LORA", f"{ADAPTER_CONFIG}: peft_type", ONLY_LORA)
     for key, variant in _UNSUPPORTED.items():
         if config.get(key):
-            raise BundleError(name, f"uses {variant}", f"{ADAPTER_CONFIG}: {key}", ONLY_LORA)
+            raise BundleError(name, f"enables {variant}", f"{ADAPTER_CONFIG}: {key}", ONLY_LORA)
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in _INITIALISATIONS:
-        problem = f"was initialised by {printable(start)!r}, which also changes the weights of the base model"
-        remedy = "Save it with peft's path_initial_model_for_weight_conversion, which gives a plain LoRA adapter"
+        problem = f"is {printable(start)!r}, an initialisation that also changes the weights of the base model"
+        remedy = "Convert it to a plain LoRA adapter with peft's path_initial_model_for_weight_conversion"
         raise BundleError(name, problem, f"{ADAPTER_CONFIG}: init_lora_weights", remedy)
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
@@ -202,7 +203,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _scale(name: str, config: Mapping[str, Any], module: str, layer: AdapterLayer, tensors: CheckpointTensors) -> float:
-    """Returns s = α / r or α / √r, after checking that A and B exist and have the rank of the config."""
+    """Returns s = α / r or α / √r, after checking that A and B exist and have the rank that the config states."""
     where = f"layer {module!r}"
     if missing := [factor for factor in ("A", "B") if factor not in layer.tensors]:
         raise BundleError(name, f"{missing[0]} is missing", where, "Download the adapter again")
@@ -216,7 +217,7 @@ def _scale(name: str, config: Mapping[str, Any], module: str, layer: AdapterLaye
 
 
 def _by_pattern(name: str, config: Mapping[str, Any], patterns: str, default: str, module: str) -> float:
-    """Returns the value of the first pattern that matches the end of a layer's name, as peft does, or the default."""
+    """Returns the value of the first pattern that matches the end of a layer's name, like peft, or the default."""
     for pattern, value in (config.get(patterns) or {}).items():
         try:
             # The pattern is untrusted: repeated groups could take exponential time.

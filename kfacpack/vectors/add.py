@@ -1,7 +1,7 @@
 """`kp.add` merges task vectors into one; `kp.refine` reduces the effect of a vector on other tasks.
 
-Most methods are computed lazily, one parameter at a time. Methods that use curvature, and `refine`, are computed at
-once, because the vector records how they converged.
+Most methods compute their result lazily, one parameter at a time. Methods that use curvature, and `refine`, compute it
+immediately, because the resulting vector records how the iterations converged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MergedVector(VectorStorage):
 
 
 class SolvedVector(VectorStorage):
-    """The result of a method that merges all parameters at once, in memory. Low-rank changes stay factored."""
+    """The in-memory result of a method that merges all parameters at once. Low-rank changes remain factored."""
 
     def __init__(self, parameters: SolvedParameters, about: AboutVector, heads: Mapping[str, Head]):
         self.about = about
@@ -87,7 +87,7 @@ class SolvedVector(VectorStorage):
         return self._parameters.tensors[name]
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Returns U and V of a parameter's change, reshaped to (shape[0], -1), or None if it is dense."""
+        """Returns the factors U and V of a parameter's change, or None if it is not stored as factors."""
         return self._parameters.factors.get(name)
 
     @property
@@ -107,9 +107,9 @@ def add(
 ) -> TaskVector:
     """Merges task vectors into one vector, on the scale of their sum.
 
-    Methods without bundles compute the result one parameter at a time when it is read or saved. "curvature",
-    "regmean", "fisher" and "actmat" compute it at once; `about.method` of the result then contains the number of
-    iterations, the residual and the objective of each block.
+    Most methods compute the result one parameter at a time when it is read or saved. "curvature", "regmean", "fisher"
+    and "actmat" compute it immediately; `about.method` of the result then contains the number of iterations, the
+    residual and the objective of each block.
 
     Args:
         vectors: Task vectors or paths of their files, each at most once.
@@ -118,9 +118,10 @@ def add(
             {methods}
         alpha: A factor for the result, or one factor for each vector. For every method, multiplying all vectors by
             a factor multiplies the result by the same factor.
-        bundles: Curvatures or paths of bundles, for the methods that need them: those of the vectors' tasks, in any
-            order. A vector of several tasks needs a merged bundle of these tasks, or several bundles.
-        on_progress: Called by methods that compute the result at once, with the number of blocks done and their total.
+        bundles: Curvatures or paths of bundles for the vectors' tasks, in any order, if the method needs them. A vector
+            with several tasks needs a merged bundle of these tasks or several bundles.
+        on_progress: Called with the number of blocks done and their total by methods that compute the result
+            immediately.
         **settings: Settings of the method, as listed above.
 
     Returns:
@@ -192,8 +193,8 @@ def _matched_bundles(
         if inputs:
             users = ", ".join(name for name, other in METHODS.items() if other.needs_bundles)
             raise KfacpackError(
-                f"the method {method.name!r} does not use bundles, but got {len(inputs)}. Omit the bundles, or use one "
-                f"of {users}"
+                f"the method {method.name!r} does not use bundles, but {len(inputs)} were passed. Omit them, or use "
+                f"one of {users}"
             )
         return []
     for number, vector in enumerate(vectors, start=1):
@@ -201,7 +202,7 @@ def _matched_bundles(
     if not inputs:
         tasks = list(dict.fromkeys(task for vector in vectors for task in vector.tasks))
         raise KfacpackError(
-            f"the method {method.name!r} needs the bundles of {abbreviate(map(repr, tasks))}, got none. Pass them: "
+            f"the method {method.name!r} needs bundles for {abbreviate(map(repr, tasks))}, got none. Pass them: "
             f"--bundle {tasks[0]}.kfac (bundles=[…]), or estimate them: kfacpack estimate --task {tasks[0]} -o "
             f"{tasks[0]}.kfac"
         )
@@ -210,7 +211,7 @@ def _matched_bundles(
 
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
     if not isinstance(alpha, int | float | Sequence):
-        raise KfacpackError(f"α is a {type(alpha).__name__}, expected a finite number, or a list with one per vector")
+        raise KfacpackError(f"α is a {type(alpha).__name__}, expected a finite number or a list with one per vector")
     numbers = [alpha] * count if isinstance(alpha, int | float) else list(alpha)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
@@ -221,7 +222,7 @@ def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
 
 
 def _require_different(vectors: Sequence[TaskVector], sources: Sequence[Addable]) -> None:
-    """Checks that no vector occurs twice with the same sign; subtracting an addend from its sum is allowed."""
+    """Checks that no vector occurs twice with the same sign. Subtracting an addend from a sum is allowed."""
     seen: dict[tuple[str, bool], str] = {}
     digests: dict[str, str] = {}
     for number, (vector, source) in enumerate(zip(vectors, sources, strict=True), start=1):
@@ -252,26 +253,26 @@ def refine(
     """Reduces the effect of a task vector on other tasks, without training it again.
 
     The result τ' solves (G_own + λ Σ w_t G_t + ε) τ' = G_own τ + ε τ, where t runs over the other tasks. τ' has little
-    effect on the outputs of the other tasks. On its own task, its effect stays as close as possible to that of τ.
+    effect on the outputs for the other tasks, while its effect on the vector's own task stays close to that of τ.
 
     Args:
         vector: The task vector, or the path of its file.
-        own: The bundle of the vector's task, or several for a vector of several tasks.
-        reg: One or several bundles of the other tasks; merged ones are allowed.
+        own: The bundle for the vector's task, or several bundles if the vector has several tasks.
+        reg: One or several bundles for the other tasks. They may be merged bundles.
         strength: λ, the factor of the other tasks' curvature.
         damping: ε relative to the mean eigenvalue of the summed curvature of a block.
-        task_weights: "equal" gives every other task the weight one; "size" weights them in proportion to the sizes of
+        task_weights: "equal" gives every other task weight one; "size" weights them in proportion to the sizes of
             their datasets, scaled to a mean of one.
         tolerance: Relative residual at which the iteration for a block stops.
         iterations: Maximum number of iterations per block.
         on_progress: Called with the number of blocks done and their total.
 
     Returns:
-        The refined vector. Its `about.method` contains the settings and the report of each block.
+        The refined vector. Its `about.method` contains the settings and a report on each block.
 
     Raises:
         KfacpackError: If a setting is invalid, if bundles are missing, superfluous or incompatible, or if the bundles
-            of the other tasks contain a task of the vector.
+            for the other tasks contain a task of the vector.
         TaskVectorError: If the base model or f of a bundle differs from that of the vector.
 
     Example:
@@ -303,12 +304,12 @@ def _as_list(bundles: Mergeable | Iterable[Mergeable]) -> list[Mergeable]:
 def _match_bundles(
     tau: TaskVector, own: list[Mergeable], reg: list[Mergeable], method: RefineMethod
 ) -> list[MatchedBundle]:
-    """Checks the bundles, and assigns those of the vector to index 0 and those of the other tasks to index 1."""
+    """Checks the bundles, and assigns those in `own` to index 0 and those in `reg` to index 1."""
     require_tasks(tau, "the vector")
     for name, bundles in (("own", own), ("reg", reg)):
         if not bundles:
             raise KfacpackError(f"refine: expected at least one bundle for {name} (--{name}), got none")
-    # Opened together, so that all of them are checked against each other.
+    # Opening them together checks that all of them are compatible with each other.
     inputs = load_bundles([*own, *reg])
     own_inputs, others = inputs[: len(own)], inputs[len(own) :]
     for item in others:
@@ -322,12 +323,12 @@ def _match_bundles(
 
 
 def _check_other(tau: TaskVector, item: MergeInput) -> None:
-    """Checks that a bundle of the other tasks does not contain a task of the vector."""
+    """Checks that a bundle for the other tasks does not contain a task of the vector."""
     for parent in item.parents:
         for task in tau.tasks:
             if parent.task is not None and share_classes(parent.task, task):
                 raise KfacpackError(
-                    f"{item.name}: contains {parent.task!r}, but the vector is of {task!r}, whose effect must be "
-                    f"kept. Pass bundles of other tasks; to leave a task out of a merged bundle: kfacpack merge "
+                    f"{item.name}: contains {parent.task!r}, but {task!r} is a task of the vector, whose effect must "
+                    f"be kept. Pass bundles for other tasks; to remove a task from a merged bundle: kfacpack merge "
                     f"--without {parent.task}"
                 )

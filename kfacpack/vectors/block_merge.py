@@ -1,11 +1,11 @@
 """Merges task vectors block by block in the metric of their curvatures.
 
-One block of all vectors is in memory at a time. Blocks whose matrices are factored in every vector are merged in the
-span of their factors, without forming a dense matrix: the matrix of a block is W_t = U_t V_t, with U_t (rows, r_t) and
-V_t (r_t, columns). With orthonormal bases Q_U (rows, k) of all U_t and Q_V (k, columns) of all V_t, every W_t is
-Q_U S_t Q_V with a core S_t. The objective of `merging/solve.py` over matrices of this form, W = Q_U S Q_V, is that of a
-block of size (k, k) with B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. Its minimum is the best merge within that span; the
-minimum over all matrices would in general have full rank.
+Only one block of each vector is in memory at a time. Blocks whose matrices are factored in every vector are merged in
+the span of their factors, without forming a dense matrix. The matrix of such a block is W_t = U_t V_t, with U_t
+(rows, r_t) and V_t (r_t, columns). With orthonormal bases Q_U (rows, k) of all U_t and Q_V (k, columns) of all V_t,
+every W_t is Q_U S_t Q_V with a core S_t. For matrices of the form W = Q_U S Q_V, the objective in `merging/solve.py`
+equals that of a block of size (k, k) with B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. Its minimum is the best merge within
+this span; the minimum over all matrices would in general have full rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kfacpack.vectors.parameter_change import Factors
 
     StructureMap = Callable[[BlockStructure], BlockStructure | None]
-    """Maps the structure of a block to the one that a method uses, or to None if it does not use the block."""
+    """Maps the structure of a block's G to the one that a method uses, or to None if the method does not use it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class FactoredBlock:
             shapes: Shapes of all parameters of the block.
 
         Returns:
-            The block, or None if a parameter is dense in one of the vectors, or if the factors together are no
+            The block, or None if a parameter is dense in one of the vectors, or if all factors together are no
             smaller than the matrix. The bases are empty (k = 0) if no vector changes the block.
         """
         joined: list[Factors] = []
@@ -115,7 +115,7 @@ class FactoredBlock:
         return solve_block(name, reduced, settings, mean=mean)
 
     def split(self, core: Tensor) -> Iterator[tuple[str, Factors]]:
-        """Yields the factors of each parameter of Q_U S Q_V, as matrices of shape (shape[0], -1).
+        """Yields the name of each parameter and the factors of its part of Q_U S Q_V, reshaped to (shape[0], -1).
 
         Args:
             core: The core S, (k, k').
@@ -129,7 +129,7 @@ class FactoredBlock:
 
 
 def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterShapes) -> Factors:
-    """Returns the factors of a (rows, columns) matrix with a parameter at its position and zeros elsewhere."""
+    """Returns the factors of a (rows, columns) matrix that contains a parameter at its position and zeros elsewhere."""
     U, V = pair
     if piece.rows is not None:
         U = U[piece.rows[0] : piece.rows[1]]
@@ -190,7 +190,7 @@ def block_tasks(
     Args:
         bundles: The bundles.
         parameters: The parameters of the vectors.
-        structure_of: Maps each structure to the one that the method uses. Called one block at a time.
+        structure_of: Function that maps each structure to the one that the method uses.
 
     Returns:
         An iterator over the blocks, and their number.
@@ -213,11 +213,11 @@ def block_tasks(
 
 
 class BlockMerger:
-    """Solves blocks one after the other and collects the merged parameters.
+    """Merges blocks one after another and collects the merged parameters.
 
     Args:
         inputs: The vectors.
-        shapes: Shapes of their parameters, by name.
+        shapes: Shapes of the vectors' parameters by name.
         prior: The result in directions without curvature: the "sum" or the "mean" of the vectors, or "zero".
         settings: Settings of the solver.
         bundles: The bundles. Their blocks may also cover parameters that the vectors do not contain.
@@ -241,7 +241,7 @@ class BlockMerger:
 
     @torch.no_grad()
     def run(self, blocks: Iterable[BlockTask], count: int, on_progress: OnProgress) -> SolvedParameters:
-        """Solves all blocks; parameters that no block covers get the value of the prior.
+        """Merges all blocks. Parameters that no block covers take the value of the prior.
 
         Args:
             blocks: The blocks.
@@ -249,7 +249,7 @@ class BlockMerger:
             on_progress: Called with the number of blocks done and their total.
 
         Returns:
-            The merged parameters and the report of each block.
+            The merged parameters and a report on each block.
         """
         covered: set[str] = set()
         for number, block in enumerate(blocks):
@@ -317,7 +317,7 @@ class BlockMerger:
         return gather({name: vector.read(name) for name in names}, join, self._all_shapes)
 
     def _mask(self, join: Join) -> Tensor | None:
-        """Returns a mask of the entries of a block that belong to parameters of the vectors; None if all entries do."""
+        """Returns a mask of the entries of a block that belong to the vectors' parameters, or None if all do."""
         present = {piece.parameter for piece in join.pieces if piece.parameter in self._shapes}
         if all(piece.parameter in present for piece in join.pieces):
             return None
@@ -350,7 +350,7 @@ class BlockMerger:
         for name, pairs in self._factors.items():
             U, V = concatenated(pairs)
             if name in self._tensors or U.shape[1] * (len(U) + V.shape[1]) >= len(U) * V.shape[1]:
-                # Some of its rows are dense, or the factors are larger than the matrix.
+                # Some rows of the parameter are dense, or its factors are larger than the matrix.
                 product = (U @ V).reshape(self._shapes[name])
                 self._tensors[name] = (self._tensors.get(name, 0.0) + product).float()
             else:

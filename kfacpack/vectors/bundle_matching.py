@@ -1,7 +1,7 @@
 """Assigns bundles to task vectors by base model, f and task, for merge methods that use curvature.
 
-A bundle belongs to a vector if all of its tasks are tasks of the vector. A vector of several tasks needs bundles that
-together contain each of its tasks: a merged one, or several.
+A bundle is assigned to a vector if all of the bundle's tasks are tasks of the vector. A vector with several tasks needs
+bundles that together cover all of these tasks: a merged bundle, or several bundles.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MatchedBundle:
-    """A bundle and the vectors to which it belongs."""
+    """A bundle and the vectors to which it is assigned."""
 
     input: MergeInput
     """The bundle."""
     vectors: tuple[int, ...]
-    """Indices of the vectors; more than one only if the vectors contain the same tasks."""
+    """Indices of the vectors. There are several only if several vectors contain all tasks of the bundle."""
     weight: float
-    """Factor of the bundle's G in the objective."""
+    """Factor by which the objective multiplies the bundle's G."""
 
 
 def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
@@ -43,7 +43,7 @@ def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
         The bundles.
 
     Raises:
-        KfacpackError: If `bundles` is not a list of curvatures or paths, or the bundles are incompatible.
+        KfacpackError: If `bundles` is not a list of curvatures or paths, or if the bundles are incompatible.
     """
     if isinstance(bundles, str | os.PathLike | Curvature):
         raise KfacpackError("expected a list of bundles, got a single one")
@@ -56,11 +56,11 @@ def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
 
 
 def require_tasks(vector: TaskVector, name: str) -> None:
-    """Checks that a vector records its task; otherwise, no bundle can be assigned to it.
+    """Checks that a vector records its task. Otherwise, no bundle can be assigned to the vector.
 
     Args:
         vector: The vector.
-        name: Name of the vector in messages.
+        name: Name by which error messages refer to the vector.
 
     Raises:
         TaskVectorError: If the vector does not record its task.
@@ -78,15 +78,15 @@ def match_bundles(
     Args:
         vectors: The vectors.
         inputs: The bundles.
-        equal_weights: Whether all tasks have the weight one. Otherwise, the weights are proportional to the sizes of
-            the datasets and scaled to a mean of one.
+        equal_weights: Whether every task has weight one. Otherwise, the weights are proportional to the sizes of the
+            datasets and scaled to a mean of one.
 
     Returns:
         One entry per bundle, in the order of the bundles.
 
     Raises:
-        KfacpackError: If a vector lacks a bundle, a bundle belongs to no vector or to several, or a bundle does not
-            record its task or the size of its dataset.
+        KfacpackError: If no bundle covers a task of a vector, if no vector contains all tasks of a bundle, or if a
+            bundle does not record its task or the size of its dataset.
         TaskVectorError: If the base model or f of a bundle differs from that of the vectors.
     """
     for item in inputs:
@@ -101,36 +101,36 @@ def match_bundles(
         }
         if missing := [task for task in vector.tasks if task not in covered]:
             names = abbreviate(map(repr, missing))
-            remedy = f"Pass it, or estimate it: kfacpack estimate --task {missing[0]} -o {missing[0]}.kfac"
-            raise KfacpackError(f"no bundle of {names}, which vector {index + 1} contains. {remedy}")
+            remedy = f"Pass one, or estimate one: kfacpack estimate --task {missing[0]} -o {missing[0]}.kfac"
+            raise KfacpackError(f"got no bundle for {names}, which vector {index + 1} contains. {remedy}")
     weights = task_weights(inputs, equal_weights=equal_weights)
     return [MatchedBundle(item, indices, weight) for item, indices, weight in zip(inputs, owners, weights, strict=True)]
 
 
 def task_weights(inputs: Sequence[MergeInput], *, equal_weights: bool) -> list[float]:
-    """Returns the factor of each bundle's G.
+    """Returns the factor by which the objective multiplies each bundle's G.
 
     Args:
         inputs: The bundles.
-        equal_weights: Whether all tasks have the weight one. Otherwise, the weights are proportional to the sizes of
-            the datasets and scaled to a mean of one.
+        equal_weights: Whether every task has weight one. Otherwise, the weights are proportional to the sizes of the
+            datasets and scaled to a mean of one.
 
     Raises:
-        KfacpackError: If the sizes are needed, but a bundle does not record the size of its dataset.
+        KfacpackError: If dataset sizes are needed but a bundle does not record the size of its dataset.
     """
     if equal_weights:
         return relative_weights(inputs, [item.tasks for item in inputs])
     for item in inputs:
         if len(inputs) > 1 and not item.dataset_size:
             raise KfacpackError(
-                f"{item.name}: does not record the size of its dataset, by which tasks are weighted. To give all tasks "
-                "the same weight: --task-weights equal (task_weights='equal')"
+                f"{item.name}: does not record the size of its dataset, which determines the weight of its task. To "
+                "give all tasks the same weight, pass --task-weights equal (task_weights='equal')"
             )
     return relative_weights(inputs, None)
 
 
 def check_same_model(vector: TaskVector, item: MergeInput) -> None:
-    """Checks that a bundle was estimated for the model and the f of a vector.
+    """Checks that a bundle was estimated for the base model and f of a vector.
 
     Raises:
         TaskVectorError: If the bundle was estimated for another model or f.
@@ -140,10 +140,10 @@ def check_same_model(vector: TaskVector, item: MergeInput) -> None:
         raise TaskVectorError(f"{item.name}: was estimated for a different f than that of the vectors: {difference}")
     parameters = {parameter.name: parameter for parameter in other.base.parameters}
     common = [parameter for parameter in about.base.parameters if parameter.name in parameters]
-    models = f"the bundle belongs to {other.base.name}, the vectors to {about.base.name}"
+    models = f"the bundle was estimated for {other.base.name}, the vectors were trained from {about.base.name}"
     if not common:
         first = about.base.parameters[0].name
-        raise TaskVectorError(f"{item.name}: covers no parameter of the vectors, such as {first!r}; {models}")
+        raise TaskVectorError(f"{item.name}: covers none of the vectors' parameters, such as {first!r}; {models}")
     for parameter in common:
         if parameters[parameter.name] != parameter:
             problem = f"has a different base model than the vectors: the parameter {parameter.name!r} differs"
@@ -164,9 +164,9 @@ def _owners(item: MergeInput, vectors: Sequence[TaskVector]) -> tuple[int, ...]:
     names = abbreviate(repr(task) for task in tasks)
     if superfluous := [task for task in tasks if task not in known]:
         raise KfacpackError(
-            f"{item.name}: is the bundle of {names}, but no vector contains {superfluous[0]!r}; the vectors contain "
-            f"{abbreviate(sorted(known))}. Leave it out, or pass the vector as well"
+            f"{item.name}: was estimated for {names}, but no vector contains {superfluous[0]!r}; the vectors contain "
+            f"{abbreviate(sorted(known))}. Omit this bundle, or also pass the vector for {superfluous[0]!r}"
         )
     raise KfacpackError(
-        f"{item.name}: contains {names}, which are tasks of different vectors. Pass one bundle for each vector"
+        f"{item.name}: contains {names}, which are tasks of different vectors. Pass a separate bundle for each vector"
     )

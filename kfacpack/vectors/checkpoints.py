@@ -5,8 +5,8 @@ tensor by tensor; pickles are refused.
 
 Fine-tuning code often wraps a model, so that all names in a checkpoint have an additional prefix (`bert.encoder…` for
 `encoder…`, `module.…` after distributed training) or lack one (a vision tower alone). Therefore, one prefix may be
-removed from the checkpoint's names or added to them. It must match more parameters of the base model than any other
-prefix. If as many names match unchanged as after the removal of a prefix, they are left unchanged.
+removed from the checkpoint's names or added to them. With this prefix, more names must match parameters of the base
+model than with any other. If as many names match unchanged as after removing a prefix, they are left unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WEIGHTS = ("model.safetensors", "open_clip_model.safetensors", "diffusion_pytorc
 INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS)
 """Names of the index files of sharded weights."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz")
-"""Suffixes of weights in other formats."""
+"""Suffixes of weights files in other formats."""
 CONVERT = "Convert it: load it with its own library and write its state dict with safetensors.torch.save_file"
 _MAX_JSON_BYTES = 64 * 2**20
 
@@ -45,7 +45,7 @@ class CheckpointTensors(ABC):
     """The tensors of a checkpoint, read one at a time."""
 
     name: str
-    """Location of the checkpoint, for messages."""
+    """Location of the checkpoint in messages."""
     specs: Mapping[str, Spec]
     """safetensors dtype and shape by tensor name."""
     containers: tuple[Container, ...] = ()
@@ -53,7 +53,7 @@ class CheckpointTensors(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """Returns a tensor on the CPU. It must not be modified.
+        """Returns a tensor on the CPU. The tensor must not be modified.
 
         Args:
             name: Name of the tensor.
@@ -91,8 +91,8 @@ class FileTensors(CheckpointTensors):
     """The tensors of one or more safetensors files.
 
     Args:
-        name: Location of the checkpoint, for messages.
-        files: The files. Each tensor may be in only one of them.
+        name: Location of the checkpoint in messages.
+        files: The files. Each tensor may occur in only one of them.
     """
 
     def __init__(self, name: str, files: list[FileLocation]):
@@ -123,7 +123,7 @@ class WeightsFolder(ABC):
     """A local folder or a folder of a Hub repository with the files of a checkpoint."""
 
     name: str
-    """Location of the folder, for messages."""
+    """Location of the folder in messages."""
 
     @abstractmethod
     def find(self, file: str) -> FileLocation | None:
@@ -135,10 +135,10 @@ class WeightsFolder(ABC):
 
     @abstractmethod
     def other_weights(self) -> list[str]:
-        """Returns the names of safetensors files and pickles, if the folder can be listed."""
+        """Returns the names of the weights files that are known to exist, including pickles."""
 
     def json(self, file: str) -> dict[str, Any] | None:
-        """Reads a JSON object.
+        """Reads a file that contains a JSON object.
 
         Args:
             file: Name of the file.
@@ -152,7 +152,7 @@ class WeightsFolder(ABC):
         return content[0] if (content := self.json_with_digest(file)) else None
 
     def json_with_digest(self, file: str) -> tuple[dict[str, Any], str] | None:
-        """Reads a JSON object, and returns it with the SHA-256 of the file; see `json`.
+        """Reads a JSON object like `json`, and returns the object and the SHA-256 of the file.
 
         Args:
             file: Name of the file.
@@ -167,14 +167,14 @@ class WeightsFolder(ABC):
             text = path.read_bytes()
         except OSError as error:
             raise BundleError(location, error.strerror or str(error)) from error
-        # Configs of other libraries contain nulls, which the parser of manifests refuses.
+        # Configs from other libraries contain nulls, which the parser refuses by default.
         return parse_json(location, text, file, nulls=True), sha256(text).hexdigest()
 
     def weights(self) -> FileTensors:
         """Opens the weights: the shards of an index, or a single file.
 
         Raises:
-            BundleError: If there are no safetensors weights, more than one candidate, or missing shards.
+            BundleError: If there are no safetensors weights, if there are several candidates, or if a shard is missing.
         """
         for index in INDEXES:
             if (content := self.json(index)) is not None:
@@ -193,7 +193,7 @@ class WeightsFolder(ABC):
             problem = f"has {len(files)} safetensors files and no index: {', '.join(files[:5])}"
             raise BundleError(self.name, problem, None, "Pass one of them")
         if pickles := [name for name in others if name.endswith(PICKLES)]:
-            problem = f"has no safetensors weights, but {pickles[0]}; pickles are never loaded"
+            problem = f"has no safetensors weights, only {pickles[0]}; pickles are never loaded"
             raise BundleError(self.name, problem, None, CONVERT)
         expected = f"Expected {ADAPTER_CONFIG}, {INDEXES[0]} or {WEIGHTS[0]}"
         raise BundleError(self.name, "has no weights in safetensors files", None, expected)
@@ -220,7 +220,7 @@ class WeightsFolder(ABC):
 
 
 class LocalWeightsFolder(WeightsFolder):
-    """A folder of the local file system.
+    """A folder in the local file system.
 
     Args:
         path: The folder.
@@ -230,7 +230,7 @@ class LocalWeightsFolder(WeightsFolder):
         self.name, self._path = str(path), path
 
     def find(self, file: str) -> FileLocation | None:
-        """Returns the path of a file, or None."""
+        """Returns the path of a file, or None if it does not exist."""
         return path if (path := self._path / file).exists() else None
 
     def other_weights(self) -> list[str]:
@@ -270,12 +270,12 @@ class HubWeightsFolder(WeightsFolder):
         return reference
 
     def other_weights(self) -> list[str]:
-        """Returns which of the usual file names of pickles exist in the repository."""
+        """Returns the usual names of pickle files that exist in the repository."""
         return [file for file in ("pytorch_model.bin", "adapter_model.bin") if self.find(file)]
 
 
 def open_folder(source: str | os.PathLike[str]) -> WeightsFolder | None:
-    """Opens the folder of a source; returns None if the source is a weights file.
+    """Opens the folder to which a source refers; returns None if the source is a weights file.
 
     Args:
         source: A path or an `hf://` address.
@@ -305,7 +305,7 @@ def open_file(source: str | os.PathLike[str]) -> FileTensors:
         source: A path or an `hf://` reference.
 
     Raises:
-        BundleError: If it is not a safetensors file with the weights of a model.
+        BundleError: If the source is not a safetensors file with the weights of a model.
     """
     if os.fspath(source).endswith(PICKLES):
         raise BundleError(source, "is not a safetensors file; pickles are never loaded", None, CONVERT)
@@ -355,7 +355,7 @@ class NameMatch:
 
 
 def is_head(name: str) -> bool:
-    """Returns whether a name is a usual name of a classification head.
+    """Returns whether a name is a common name for a classification head.
 
     Args:
         name: Name of a tensor.
@@ -375,13 +375,13 @@ def is_constant(name: str) -> bool:
 def match_names(
     source: str, names: Iterable[str], base: Collection[str], fits: Callable[[str, str], bool]
 ) -> NameMatch:
-    """Finds the base model's name of every tensor of a checkpoint.
+    """Finds the name in the base model for every tensor in a checkpoint.
 
     Args:
-        source: Location of the checkpoint, for errors.
+        source: Location of the checkpoint in error messages.
         names: Names in the checkpoint.
         base: State-dict names of the base model.
-        fits: Function that returns whether a tensor of the checkpoint has the shape of a tensor of the base model.
+        fits: Function that returns whether a tensor in the checkpoint has the shape of a tensor in the base model.
 
     Returns:
         The matching names, and the names without a match.
@@ -468,5 +468,5 @@ def checkpoint_digest(path: Path, written: str) -> str:
         # The weights of an adapter are read together with the configuration in the same folder.
         files = [file for file in (path, path.parent / "adapter_config.json") if file.is_file()]
     if not any(file.suffix == ".safetensors" for file in files):
-        raise KfacpackError(f"{written}: no safetensors file; expected a checkpoint, a folder or a PEFT adapter")
+        raise KfacpackError(f"{written}: found no safetensors file; expected a checkpoint, a folder or a PEFT adapter")
     return sha256(repr([(file.name, digest_of_file(file)) for file in files]).encode()).hexdigest()

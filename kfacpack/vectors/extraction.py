@@ -1,8 +1,8 @@
-"""Task vectors of models that were fine-tuned elsewhere: checkpoints of the same architecture and PEFT adapters.
+"""Extracts task vectors from models that were fine-tuned elsewhere: checkpoints of the same architecture and adapters.
 
-The vector of a checkpoint is its exact difference from the base model: applied again, it returns the same weights
-bit for bit. The vector of a LoRA adapter consists of its factors. Both cover the parameters that training covers by
-default and all others that differ.
+A vector extracted from a checkpoint is its exact difference from the base model: applying the vector reproduces the
+checkpoint's weights bit for bit. A vector extracted from a PEFT LoRA adapter consists of the adapter's factors. Both
+cover the parameters that are trained by default and all others that differ.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 FineTuned = str | os.PathLike[str] | Mapping[str, Tensor] | nn.Module
 """A fine-tuned model: a safetensors file, a folder, an `hf://` address, a state dict or a module."""
 OnNote = Callable[[str], None]
-"""Called with each note for the user. A note is one sentence."""
+"""Callback that receives each note for the user, which is one sentence."""
 _FAR = 0.5
 
 
 @dataclass
 class _Changes:
-    """The changes collected so far, by name of the base model's parameter."""
+    """The changes collected so far, by parameter name in the base model."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Factors] = field(default_factory=dict)
@@ -68,9 +68,9 @@ class _Changes:
     rounded: list[str] = field(default_factory=list)
     """Parameters whose dtype in the base model cannot represent the checkpoint's values."""
     square: float = 0.0
-    """Squared norm of the change."""
+    """Squared norm of all changes."""
     base_square: float = 0.0
-    """Squared norm of the same parameters of the base model."""
+    """Squared norm of the compared parameters in the base model."""
 
 
 class BaseWeights:
@@ -87,14 +87,14 @@ class BaseWeights:
         }
         first: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
-        """First name of a parameter by each of its names."""
+        """First name of each parameter, by each of its names."""
         for name, parameter in model.module.named_parameters(remove_duplicate=False):
             self.aliases[name] = first.setdefault(id(parameter), name)
         self.default = tuple(select_parameters(model.module, None, model.frozen))
 
     @property
     def name(self) -> str:
-        """Name of the model, for messages."""
+        """Name of the model in messages."""
         return f"{self.model.family} {self.model.name}"
 
     def read(self, name: str) -> Tensor:
@@ -102,7 +102,7 @@ class BaseWeights:
         return self.state[name].detach().cpu()
 
     def fits(self, spec: tuple[str, tuple[int, ...]], name: str) -> bool:
-        """Returns whether a tensor of a checkpoint has the shape of a tensor of the model."""
+        """Returns whether a tensor in the checkpoint has the same shape as a tensor in the model."""
         return spec[1] == tuple(self.state[name].shape)
 
 
@@ -146,7 +146,7 @@ def _tasks(task: str | None) -> tuple[TaskEntry, ...]:
 
 
 def _checkpoints(finetuned: FineTuned, source: CheckpointTensors | Adapter) -> tuple[CheckpointEntry, ...]:
-    """Returns the entry of the checkpoint for the manifest; an empty tuple for weights in memory."""
+    """Returns the manifest's entry for the checkpoint, or an empty tuple for weights in memory."""
     tensors = source.tensors if isinstance(source, Adapter) else source
     if not isinstance(finetuned, str | os.PathLike) or not tensors.containers:
         return ()
@@ -167,7 +167,7 @@ def _checkpoint_name(finetuned: str | os.PathLike[str], *, is_folder: bool) -> s
 
     Args:
         finetuned: The path or address that the user passed.
-        is_folder: Whether the checkpoint is a folder, even if the path is that of its weights.
+        is_folder: Whether the checkpoint is a folder, even if the path is that of the weights file in it.
     """
     if is_reference(finetuned) and (address := parse_address(os.fspath(finetuned))):
         kind, path = "datasets/" if address.kind == "dataset" else "", (address.path or "").strip("/")
@@ -234,7 +234,7 @@ def _checkpoint_changes(
 
 
 def _within_trained_tower(match: NameMatch, weights: BaseWeights, on_note: OnNote) -> NameMatch:
-    """Leaves out the text tower if only the vision tower of the base model was loaded, so that it is random there."""
+    """Leaves out the checkpoint's text tower if only the base model's vision tower was loaded with trained weights."""
     model = weights.model
     if model.family != "open_clip" or model.encode_text is not None:
         return match
@@ -267,7 +267,7 @@ def _check_names(source: CheckpointTensors, match: NameMatch, weights: BaseWeigh
     parameters = [name for name in match.tensors if name in weights.aliases]
     if wrong := [name for name in parameters if source.specs[match.tensors[name]][0] not in floats]:
         dtype = source.specs[match.tensors[wrong[0]]][0]
-        problems.append(f"{len(wrong)} parameters are not of a float type ({wrong[0]!r} is {dtype}; quantised?)")
+        problems.append(f"{len(wrong)} parameters are not floating-point ({wrong[0]!r} is {dtype}, possibly quantised)")
     if problems:
         problem = "; ".join(problems)
         raise TaskVectorError(f"{where}: is not a checkpoint of {weights.name}: {printable(problem, 1000)}")
@@ -279,7 +279,7 @@ def _check_names(source: CheckpointTensors, match: NameMatch, weights: BaseWeigh
     base = {str(state[name].dtype).removeprefix("torch.") for name in parameters}
     if len(dtypes) > 1 or dtypes - {_DTYPES[dtype] for dtype in base if dtype in _DTYPES}:
         on_note(
-            f"the checkpoint is stored in {', '.join(sorted(dtypes))}, the base model is loaded in {', '.join(base)}"
+            f"the checkpoint is stored in {', '.join(sorted(dtypes))}; the base model is loaded in {', '.join(base)}"
         )
     return heads
 
@@ -311,12 +311,12 @@ def _check_buffer(source: str, name: str, base: Tensor, tuned: Tensor) -> None:
     if is_constant(name):
         return
     problem = f"the buffer {name!r} differs from the base model's"
-    reason = "A task vector holds parameters only, and statistics of batch norms do not add up"
+    reason = "A task vector contains only parameters, and batch-norm statistics cannot be added"
     raise TaskVectorError(f"{source}: {problem}. {reason}; fine-tune with the base model's statistics (module.eval())")
 
 
 def _add_difference(changes: _Changes, source: str, name: str, base: Tensor, tuned: Tensor) -> None:
-    """Adds the exact difference of a parameter, if there is one."""
+    """Adds the exact change to a parameter if the parameter differs from the base model."""
     changes.base_square += float(base.float().norm()) ** 2
     if same_bits(base, tuned):
         return
@@ -339,7 +339,7 @@ def _add_difference(changes: _Changes, source: str, name: str, base: Tensor, tun
 
 
 def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on_progress: OnProgress) -> _Changes:
-    """Converts the layers of an adapter to factors, and adds the parameters that it replaces."""
+    """Converts the layers of an adapter to factors, and adds the parameters that the adapter replaces."""
     source = adapter.tensors.name
     layers, replaced = _match_adapter(adapter, weights, on_note)
     changes = _Changes()
@@ -356,8 +356,8 @@ def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on
         on_progress(number, total)
         base, tuned = weights.read(name), adapter.tensors.read(tensor)
         if tuned.shape != base.shape or not tuned.is_floating_point():
-            actual = f"{tuned.dtype} of shape {list(tuned.shape)}"
-            raise TaskVectorError(f"{source}: tensor {tensor!r} is {actual}, expected floats of {list(base.shape)}")
+            problem = f"is {tuned.dtype} of shape {list(tuned.shape)}, expected floats of shape {list(base.shape)}"
+            raise TaskVectorError(f"{source}: tensor {tensor!r} {problem}")
         if name not in layers:
             _add_difference(changes, source, name, base, tuned)
         elif not torch.equal(tuned.to(base.dtype), base):
@@ -369,7 +369,7 @@ def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on
 def _match_adapter(
     adapter: Adapter, weights: BaseWeights, on_note: OnNote
 ) -> tuple[dict[str, tuple[AdapterLayer, nn.Module]], dict[str, str]]:
-    """Matches the layers and the replaced parameters of an adapter to parameters of the base model."""
+    """Matches the layers and the replaced parameters in an adapter to parameters of the base model."""
     source, model = adapter.tensors.name, weights.model
     modules = dict(model.module.named_modules())
     by_weight = {f"{name}.weight": layer for name, layer in adapter.layers.items()}
@@ -378,7 +378,8 @@ def _match_adapter(
     for target, name in match.tensors.items() if by_weight else ():
         parameter = weights.aliases[target]
         if parameter in layers:
-            raise TaskVectorError(f"{source}: the base model ties {parameter!r}, and the adapter changes it twice")
+            problem = f"the adapter changes {parameter!r} under two names, which the base model ties"
+            raise TaskVectorError(f"{source}: {problem}")
         layers[parameter] = by_weight[name], modules[target.removesuffix(".weight")]
     replaced, unexpected, heads = (
         {},
@@ -393,7 +394,7 @@ def _match_adapter(
             (heads if is_head(name) else unexpected).append(name)
     if unexpected:
         problem = f"changes {len(unexpected)} parameters that the base model does not have ({_first(unexpected)})"
-        raise TaskVectorError(f"{source}: is not an adapter of {weights.name}: it {problem}")
+        raise TaskVectorError(f"{source}: is not an adapter for {weights.name}: it {problem}")
     if match.prefix.text:
         change = "added to" if match.prefix.is_added else "removed from"
         on_note(f"the prefix {match.prefix.text!r} was {change} the names of the adapter")
@@ -418,5 +419,5 @@ def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], o
         on_note(f"{problem}: {_first(changes.rounded)}. Load the base model in a wider dtype to avoid the rounding")
     if changes.base_square and changes.square > _FAR**2 * changes.base_square:
         ratio = (changes.square / changes.base_square) ** 0.5
-        problem = f"the norm of the difference is {ratio:.0%} of that of the base model's weights"
+        problem = f"the norm of the difference is {ratio:.0%} of the norm of the base model's weights"
         on_note(f"{problem}; check that the checkpoint was fine-tuned from {weights.name}")

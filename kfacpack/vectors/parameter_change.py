@@ -1,14 +1,15 @@
-"""The change of one parameter: dense, dense with a remainder, sparse, or as the factors of a low-rank matrix.
+"""The change to one parameter: dense, dense with a remainder, sparse, or as the factors of a low-rank matrix.
 
-Conventions: a parameter of shape (m, …) is a matrix of shape (m, n), a vector is one column, a scalar a 1×1 matrix.
-Factors U (m, r) and V (r, n) are float32 and stand for the change U V; r = 0 stands for exactly zero.
+Conventions: a parameter of shape (m, …) is treated as a matrix of shape (m, n), a vector as a single column, and a
+scalar as a 1×1 matrix. The factors U (m, r) and V (r, n) are float32 tensors that represent the change U V; r = 0 means
+that the change is exactly zero.
 
-A remainder makes θ0 + τ exact. τ is the difference θ − θ0 rounded to float32, and where |θ| is much smaller than |θ0|,
-adding it to θ0 does not return θ. For such entries, a remainder holds the flat indices in ascending order and the
+A remainder makes θ0 + τ exact. τ is the difference θ − θ0 rounded to float32. Where |θ| is much smaller than |θ0|,
+adding τ to θ0 does not give exactly θ. For such entries, a remainder holds the flat indices in ascending order and the
 values ρ = (θ − θ0) − τ in float64; (θ0 + τ) + ρ, evaluated in float64 and rounded once, is θ.
 
-A sparse change has the values of some elements; the others are zero. In files, the elements are marked in a bitmap. The
-lowest bit of its first byte belongs to the first element.
+A sparse change contains the values of some elements; all other elements are zero. In files, a bitmap marks the elements
+whose values are stored. The lowest bit of its first byte represents the first element.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from kfacpack.errors import TaskVectorError
 Factors = tuple[Tensor, Tensor]
 """U (m, r) and V (r, n) in float32."""
 Remainder = tuple[Tensor, Tensor]
-"""Flat indices (k,), int64, ascending; and values (k,), float64."""
+"""Flat indices (k,) in ascending order, int64, and values (k,), float64."""
 SparseChange = tuple[Tensor, Tensor]
-"""Flat indices (k,), int64, ascending; and values (k,), float32."""
+"""Flat indices (k,) in ascending order, int64, and values (k,), float32."""
 
-# A value that is smaller than every float32, but not zero. Added to +0, it gives −0 after rounding.
+# A negative value too small for float32: +0 plus this value is rounded to −0.
 _NEGATIVE_ZERO = -(2.0**-1000)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the shape (m, n) of a parameter as a matrix.
+    """Returns the shape (m, n) of the matrix that represents a parameter.
 
     Args:
         shape: Shape of the parameter.
@@ -54,7 +55,7 @@ def factors_are_smaller(rank: int, shape: Sequence[int]) -> bool:
 
 
 def no_change(shape: Sequence[int]) -> Factors:
-    """Returns the factors of rank 0, which stand for a change of exactly zero.
+    """Returns factors of rank 0, which represent a change of exactly zero.
 
     Args:
         shape: Shape of the parameter.
@@ -71,7 +72,7 @@ def dense_change(factors: Factors, shape: Sequence[int]) -> Tensor:
         shape: Shape of the parameter.
 
     Returns:
-        The dense change, of the shape of the parameter.
+        The dense change, in the shape of the parameter.
     """
     left, right = factors
     return (left.double() @ right.to(left.device).double()).float().reshape(tuple(shape))
@@ -85,7 +86,7 @@ def add_factors(terms: Sequence[tuple[float, Factors]], shape: Sequence[int]) ->
         shape: Shape of the parameter.
 
     Returns:
-        The factors of the sum. Terms of coefficient 0 keep their columns.
+        The factors of the sum. The columns of terms with coefficient 0 are kept.
     """
     if not terms:
         return no_change(shape)
@@ -117,15 +118,15 @@ def sparse_is_smaller(entries: int, size: int) -> bool:
 def separate_sparse(
     tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, SparseChange], dict[str, Factors]]:
-    """Divides changes by the form in which they are stored: dense, sparse, or unchanged.
+    """Separates changes by the form in which they are stored: dense, sparse or unchanged.
 
     Args:
         tensors: Dense changes by name.
         masks: For some of the changes, a boolean tensor of the same shape that selects the elements that may change.
 
     Returns:
-        The changes that stay dense, because they have no mask or a sparse form would be larger; the sparse changes; and
-        factors of rank 0 for parameters that do not change at all.
+        The changes that remain dense, because they have no mask or because the sparse form would not be smaller; the
+        sparse changes; and factors of rank 0 for parameters that do not change at all.
 
     Raises:
         TaskVectorError: If a mask does not match its change, or an element outside the mask is not zero.
@@ -135,7 +136,7 @@ def separate_sparse(
         change = tensors.get(name)
         if change is None or mask.dtype != torch.bool or mask.shape != change.shape:
             problem = "the parameter has no dense change" if change is None else f"{mask.dtype} of {[*mask.shape]}"
-            raise TaskVectorError(f"mask of parameter {name!r}: {problem}; expected booleans of the parameter's shape")
+            raise TaskVectorError(f"mask of parameter {name!r}: {problem}; expected booleans in the parameter's shape")
         index = mask.flatten().nonzero().squeeze(1)
         if int(change.count_nonzero()) != int(change.flatten()[index].count_nonzero()):
             raise TaskVectorError(f"parameter {name!r} changes outside its mask")
@@ -162,7 +163,7 @@ def from_sparse(sparse: SparseChange, shape: Sequence[int]) -> Tensor:
 
 
 def add_sparse(terms: Sequence[tuple[float, SparseChange]]) -> SparseChange:
-    """Sums sparse changes in float64; the result contains every element that any of them contains.
+    """Sums sparse changes in float64. The result contains every element that any of the terms contains.
 
     Args:
         terms: At least one pair of a coefficient and a sparse change.
@@ -175,7 +176,7 @@ def add_sparse(terms: Sequence[tuple[float, SparseChange]]) -> SparseChange:
 
 
 def pack_bitmap(index: Tensor, size: int) -> Tensor:
-    """Returns a bitmap (⌈size / 8⌉,), uint8, with the bits of some elements set.
+    """Returns a uint8 bitmap of shape (⌈size / 8⌉,) in which the bits of the given elements are set.
 
     Args:
         index: Flat indices of the elements.
@@ -187,16 +188,16 @@ def pack_bitmap(index: Tensor, size: int) -> Tensor:
 
 
 def unpack_bitmap(bitmap: Tensor) -> Tensor:
-    """Returns the flat indices of the set bits, ascending, int64.
+    """Returns the flat indices of the set bits in ascending order, as int64.
 
     Args:
-        bitmap: The bitmap, uint8.
+        bitmap: The bitmap, a uint8 tensor.
     """
     return torch.from_numpy(np.flatnonzero(np.unpackbits(bitmap.cpu().numpy(), bitorder="little")))
 
 
 def check_factors(name: str, factors: Factors, shape: Sequence[int]) -> None:
-    """Checks that factors belong to a parameter of a given shape.
+    """Checks that factors match a parameter of a given shape.
 
     Args:
         name: Name of the parameter.
@@ -222,7 +223,7 @@ def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None)
 
     Args:
         base: The parameter θ0.
-        change: Its dense change τ.
+        change: The dense change τ.
         remainder: The remainder of the change, if any; the entries that it contains are added in float64.
 
     Returns:
@@ -234,7 +235,7 @@ def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None)
     if remainder is not None:
         index, value = (part.to(base.device) for part in remainder)
         exact = (base.flatten()[index].double() + change.flatten()[index].double()) + value
-        # Rounded to float32 first: a conversion to a shorter type may go through float32 anyway.
+        # Round to float32 first, because a conversion to a narrower type may go through float32 anyway.
         total.view(-1)[index] = exact.to(wide).to(base.dtype)
     return total
 
@@ -244,7 +245,7 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
     """Returns τ and its remainder such that `add_change` returns `tuned` bit for bit.
 
     Args:
-        base: The parameter θ0, in float32 or a shorter float type.
+        base: The parameter θ0, in float32 or a narrower floating-point type.
         tuned: The parameter θ of the same shape, in a dtype whose values the dtype of θ0 can represent.
 
     Returns:
@@ -266,7 +267,7 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
     exact = target.flatten()[index].double()
     value = (exact - base.flatten()[index].double()) - change.flatten()[index].double()
     partial = base.flatten()[index].double() + change.flatten()[index].double()
-    # The first value is rounded in float64 where the exponents are far apart; the alternative is then exact.
+    # Where the exponents are far apart, the first value is rounded in float64, but the alternative is exact.
     value = torch.where(partial + value == exact, value, exact - partial)
     value[(exact == 0) & exact.signbit()] += _NEGATIVE_ZERO
     remainder = index, value

@@ -1,8 +1,8 @@
 """Storage of the tensors of a task vector, in memory and in a file.
 
 A `TaskVector` is a weighted sum of `VectorStorage` objects: vectors in memory, in a file, or computed by a merge
-method. `parameter_change.py` describes the forms in which the change of a parameter is stored. `read_vector_tensors`
-also reads the tensors of a vector that another program wrote.
+method. `parameter_change.py` describes the forms in which the change to a parameter is stored. `read_vector_tensors`
+also reads vectors that were written by other programs.
 """
 
 from __future__ import annotations
@@ -50,29 +50,27 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.format.units import OnProgress
 
 
 class ParameterChanges(Protocol):
-    """Interface to the changes of parameters in their stored form, for a storage or a sum of storages."""
+    """Interface for reading parameter changes in their stored form, from a storage or a sum of storages."""
 
     def read(self, name: str) -> Tensor:
         """Returns a parameter's change in float32."""
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a parameter's factors; None if its change is stored as a dense tensor."""
+        """Returns the rank of a parameter's factors, or None if its change is not stored as factors."""
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the factors U and V of a parameter's change; None if it is stored as a dense tensor."""
+        """Returns the factors U and V of a parameter's change, or None if it is not stored as factors."""
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's dense change, or None."""
+        """Returns the remainder of a parameter's dense change, or None if it has no remainder."""
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the elements of a parameter's change if it is stored as a sparse tensor, or None."""
+        """Returns the stored elements of a parameter's change, or None if it is not sparse."""
 
 
 class VectorStorage(ABC):
@@ -82,14 +80,14 @@ class VectorStorage(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """Returns a parameter's change in float32. It may share memory and must not be modified.
+        """Returns a parameter's change in float32, which may share memory with the storage and must not be modified.
 
         Args:
             name: Name of the parameter.
         """
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a parameter's factors; None if its change is stored as a dense tensor.
+        """Returns the rank of a parameter's factors, or None if its change is not stored as factors.
 
         Subclasses override this method if the rank is known without reading the factors.
 
@@ -102,18 +100,19 @@ class VectorStorage(ABC):
     def factors(self, name: str) -> Factors | None:
         """Returns the factors U (m, r) and V (r, n) of a parameter's change, in float32.
 
-        Their product is the change, reshaped to (shape[0], -1). They may share memory and must not be modified.
+        The product U V is the change, reshaped to (shape[0], -1). The factors may share memory with the storage
+        and must not be modified.
 
         Args:
             name: Name of the parameter.
 
         Returns:
-            The factors, or None if the change is stored as a dense tensor. r = 0 means that the change is exactly zero.
+            The factors, or None if the change is not stored as factors. Rank 0 means that the change is exactly zero.
         """
         return None
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's dense change: flat indices and float64 values to add.
+        """Returns the remainder of a parameter's dense change: flat indices and the float64 values to add there.
 
         Args:
             name: Name of the parameter.
@@ -124,13 +123,13 @@ class VectorStorage(ABC):
         return None
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the stored elements of a parameter's change, if it is sparse.
+        """Returns the stored elements of a parameter's change if the change is sparse.
 
         Args:
             name: Name of the parameter.
 
         Returns:
-            Flat indices and float32 values, or None. All other elements are zero.
+            Flat indices and float32 values, or None if the change is not sparse. All other elements are zero.
         """
         return None
 
@@ -146,7 +145,7 @@ class VectorStorage(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole content of the vector's file, or of the file to which the vector would be saved."""
+        """SHA-256 of the entire content of the vector's file, or of the file that saving the vector would write."""
         return vector_digest(self.about, self, self.heads)
 
 
@@ -154,12 +153,12 @@ class InMemoryVector(VectorStorage):
     """A task vector whose tensors are in memory.
 
     Args:
-        tensors: The changes of the parameters that have neither factors nor a sparse change.
+        tensors: Dense changes by parameter name.
         about: The provenance.
         heads: Heads by task name.
-        factors: The factors of the other parameters.
-        remainders: Remainders of dense changes.
-        sparse: Sparse changes.
+        factors: Factors of low-rank changes by parameter name.
+        remainders: Remainders of dense changes by parameter name.
+        sparse: Sparse changes by parameter name.
     """
 
     def __init__(
@@ -185,15 +184,15 @@ class InMemoryVector(VectorStorage):
         return self._tensors[name].detach().float()
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the factors of a parameter's change, or None if it is dense."""
+        """Returns the factors of a parameter's change, or None if it is not stored as factors."""
         return self._factors.get(name)
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's change, or None."""
+        """Returns the remainder of a parameter's change, or None if it has no remainder."""
         return self._remainders.get(name)
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the elements of a parameter's change, or None if it is not sparse."""
+        """Returns the stored elements of a parameter's change, or None if it is not sparse."""
         return self._sparse.get(name)
 
     @property
@@ -206,7 +205,7 @@ class FileVector(VectorStorage):
     """A task vector in a memory-mapped file.
 
     Args:
-        path: The file.
+        path: Path of the file, or its opened container.
     """
 
     def __init__(self, path: str | os.PathLike[str] | Container):
@@ -219,7 +218,7 @@ class FileVector(VectorStorage):
         }
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter's change in float32; the first access checks the SHA-256 of its tensors."""
+        """Returns a parameter's change in float32. The first access checks the SHA-256 of its tensors."""
         if (factors := self.factors(name)) is not None:
             return dense_change(factors, self._parameters[name][1])
         if (sparse := self.sparse(name)) is not None:
@@ -227,11 +226,11 @@ class FileVector(VectorStorage):
         return self.file.tensor(name)
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a parameter's factors; None if its change is dense."""
+        """Returns the rank of a parameter's factors, or None if its change is not stored as factors."""
         return self._storage[name].rank if name in self._storage else None
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the factors of a parameter's change, or None if it is dense."""
+        """Returns the factors of a parameter's change, or None if it is not stored as factors."""
         if (rank := self.rank(name)) is None:
             return None
         number, shape = self._parameters[name]
@@ -240,7 +239,7 @@ class FileVector(VectorStorage):
         return self.file.tensor(factor_name(number, "U")), self.file.tensor(factor_name(number, "V"))
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's change, or None."""
+        """Returns the remainder of a parameter's change, or None if it has no remainder."""
         if name not in self._storage or self._storage[name].remainder is None:
             return None
         number = self._parameters[name][0]
@@ -248,7 +247,7 @@ class FileVector(VectorStorage):
         return index.long(), self.file.tensor(remainder_name(number, "value"))
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the elements of a parameter's change, or None if it is not sparse."""
+        """Returns the stored elements of a parameter's change, or None if it is not sparse."""
         if name not in self._storage or self._storage[name].entries is None:
             return None
         number = self._parameters[name][0]
@@ -276,7 +275,7 @@ class FileVector(VectorStorage):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole content of the file."""
+        """SHA-256 of the entire content of the file."""
         return self.file.digest
 
 
@@ -284,7 +283,7 @@ class VectorFile(SealedFile):
     """An open task vector file. The manifest is read immediately; tensors are read and checked when they are accessed.
 
     Args:
-        path: The file.
+        path: Path of the file, or its opened container.
 
     Raises:
         BundleError: If the file is not a task vector, or if its tensors do not match its manifest.
@@ -306,7 +305,7 @@ class VectorFile(SealedFile):
                 problem = f"is {spec.dtype} of shape {list(spec.shape)}, expected {dtype} of {list(shape)}"
                 raise BundleError(self.path, problem, where)
         if unexpected := [name for name in self.tensors if name not in expected]:
-            problem = "belongs neither to a parameter, in the form that the manifest states, nor to a head"
+            problem = "is unexpected: according to the manifest, it is part of neither a parameter's change nor a head"
             raise BundleError(self.path, problem, f"tensor {unexpected[0]!r}")
 
     def tensor(self, name: str) -> Tensor:
@@ -329,8 +328,8 @@ class VectorFile(SealedFile):
             name: Name of a tensor. For tensors other than indices and bitmaps, the result is None.
 
         Returns:
-            The problem, or None if the indices are in ascending order and inside the parameter, and the bitmap has one
-            set bit for each value.
+            The problem, or None if the indices are in ascending order and within the parameter, or if the bitmap has
+            one set bit for each value.
         """
         if name in self._bitmaps:
             entries, size = self._bitmaps[name]
@@ -338,7 +337,7 @@ class VectorFile(SealedFile):
             if len(positions) != entries:
                 return f"has {len(positions)} bits set, expected {entries}, one for each value"
             if entries and int(positions[-1]) >= size:
-                return f"bit {int(positions[-1])} is set, expected only bits below {size}"
+                return f"bit {int(positions[-1])} is set, but only bits below {size} may be set"
         if name not in self._indexed:
             return None
         index, size = self.tensor(name).long(), self._indexed[name]
@@ -346,7 +345,7 @@ class VectorFile(SealedFile):
         if len(outside):
             return f"element {int(outside[0])} is {int(index[outside[0]])}, expected an index below {size}"
         if len(unordered := (index.diff() <= 0).nonzero()):
-            return f"element {int(unordered[0]) + 1} is not larger than the one before it"
+            return f"element {int(unordered[0]) + 1} is not larger than the previous element"
         return None
 
     def __reduce__(self) -> tuple[type[VectorFile], tuple[str]]:
@@ -365,7 +364,7 @@ def write_vector(
     Args:
         path: The file to write.
         about: The provenance.
-        changes: The changes of the parameters.
+        changes: The changes to the parameters.
         heads: Heads by task name.
         on_progress: Called with the number of tensors written and their total.
 
@@ -383,11 +382,11 @@ def write_vector(
 
 
 def vector_digest(about: AboutVector, changes: ParameterChanges, heads: Mapping[str, Head]) -> str:
-    """Returns the digest that the file of a task vector will have.
+    """Returns the digest of the file to which a task vector would be written.
 
     Args:
         about: The provenance.
-        changes: The changes of the parameters.
+        changes: The changes to the parameters.
         heads: Heads by task name.
     """
     manifest = _manifest(about, changes)
@@ -398,7 +397,7 @@ def vector_digest(about: AboutVector, changes: ParameterChanges, heads: Mapping[
 def _file_tensors(
     manifest: VectorManifest, changes: ParameterChanges, heads: Mapping[str, Head]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a file in their order, reading one parameter at a time."""
+    """Yields the tensors of a vector in the order in which its file stores them, reading one parameter at a time."""
     specs = manifest.specs()
     for number, parameter in enumerate(manifest.base.parameters):
         name = parameter.name
@@ -447,19 +446,19 @@ def _manifest(about: AboutVector, changes: ParameterChanges) -> VectorManifest:
 
 
 def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
-    """Opens a file that contains the changes of all parameters that a curvature covers.
+    """Opens a file that contains the changes to all parameters that a curvature covers.
 
     Args:
-        path: A task vector, or any safetensors file with tensors under the parameters' names. Additional tensors
+        path: A task vector, or any safetensors file whose tensors have the names of the parameters. Additional tensors
             are ignored.
-        curvature: The curvature; if the file is a task vector, its base model must be the same.
+        curvature: The curvature. If the file is a task vector, it must have the same base model as the curvature.
 
     Returns:
-        A function that reads the tensor of a parameter.
+        A function that takes the name of a parameter and returns its change.
 
     Raises:
         BundleError: If the file cannot be read, or if a tensor is missing, has a wrong shape or type, or belongs to
-            another base model. The returned function raises this error for values that are not finite.
+            another base model. The returned function raises this error if a tensor contains NaN or Inf.
     """
     container = Container(path)
     if VECTOR.manifest in container.metadata:
@@ -472,8 +471,8 @@ def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> C
     for name, shape in shapes.items():
         dtype = TORCH_TYPES.get(specs[name].dtype)
         if specs[name].shape != shape or dtype is None or not dtype.is_floating_point:
-            problem = f"is {specs[name].dtype} of shape {list(specs[name].shape)}, expected floats of {list(shape)}"
-            raise BundleError(path, problem, f"tensor {name!r}")
+            actual = f"{specs[name].dtype} of shape {list(specs[name].shape)}"
+            raise BundleError(path, f"is {actual}, expected floats of shape {list(shape)}", f"tensor {name!r}")
 
     def read(name: str) -> Tensor:
         tensor = map_tensor(container, name)
@@ -485,12 +484,12 @@ def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> C
 
 
 def _read_task_vector(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
-    """Opens a task vector and checks that it belongs to the curvature's base model."""
+    """Opens a task vector and checks that it has the same base model as the curvature."""
     vector = FileVector(path)
     parameters = {parameter.name: parameter for parameter in vector.about.base.parameters}
     for parameter in curvature.about.base.parameters:
         if parameters.get(parameter.name) != parameter:
             problem = "belongs to another base model" if parameter.name in parameters else "is missing"
-            expected = f"expected the parameter of {curvature.about.base.name}"
-            raise BundleError(path, f"{problem}, {expected}", f"tensor {parameter.name!r}")
+            expected = f"expected this parameter of {curvature.about.base.name}"
+            raise BundleError(path, f"{problem}; {expected}", f"tensor {parameter.name!r}")
     return vector.read

@@ -30,17 +30,19 @@ if TYPE_CHECKING:
     from kfacpack.vectors.storage import VectorStorage
 
     WeightedVectors = Sequence[tuple[float, VectorStorage]]
-    """The terms of a sum: (coefficient, vector)."""
+    """The terms of a sum, as pairs of a coefficient and a vector."""
 
 
 _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 class SummedChanges:
-    """The changes of a weighted sum of vectors, one parameter at a time. A term that lacks a parameter counts as zero.
+    """Parameter changes of a weighted sum of vectors, computed one parameter at a time.
+
+    A term that does not cover a parameter contributes zero to the sum.
 
     Args:
-        terms: Coefficients and vectors.
+        terms: Pairs of a coefficient and a vector.
         base: The base model, with the parameters of all terms.
     """
 
@@ -53,10 +55,10 @@ class SummedChanges:
         return [(coefficient, storage) for coefficient, storage in self._terms if name in storage.names]
 
     def read(self, name: str) -> Tensor:
-        """Sums the dense changes of a parameter in float64 and returns the sum in float32.
+        """Sums the dense changes to a parameter in float64 and returns the sum in float32.
 
         Raises:
-            KeyError: If the parameter is not covered.
+            KeyError: If the base model does not list the parameter.
         """
         shape, terms = self.shapes[name], self._terms_of(name)
         if len(terms) == 1 and terms[0][0] == 1:
@@ -68,7 +70,7 @@ class SummedChanges:
         return torch.zeros(shape) if total is None else total.float()
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a parameter's factors; None if its change is not factored."""
+        """Returns the rank of a parameter's factors, or None if its change is not stored as factors."""
         shape, terms = self.shapes[name], self._terms_of(name)
         if len(terms) == 1:
             return terms[0][1].rank(name)
@@ -80,7 +82,7 @@ class SummedChanges:
         return total if factors_are_smaller(total, shape) else None
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the concatenated factors of a parameter; None if a term is dense or the factors are too large."""
+        """Returns the concatenated factors of a parameter, or None if a term is dense or the factors are too large."""
         if self.rank(name) is None:
             return None
         terms = []
@@ -91,13 +93,13 @@ class SummedChanges:
         return add_factors(terms, self.shapes[name])
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a single vector; a sum or multiple has none."""
+        """Returns the remainder of a parameter's change, or None for a sum or a multiple, which has no remainder."""
         self.shapes[name]  # raises KeyError for an unknown parameter
         terms = self._terms_of(name)
         return terms[0][1].remainder(name) if len(terms) == 1 and terms[0][0] == 1 else None
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the elements of a parameter's change; None if a term is dense or the sparse form is not smaller."""
+        """Returns the stored elements of a change, or None if a term is dense or the sparse form is not smaller."""
         shape, terms = self.shapes[name], []
         for coefficient, storage in self._terms_of(name):
             if storage.rank(name) == 0:
@@ -115,12 +117,12 @@ def check_addable(first: VectorStorage, second: VectorStorage) -> None:
     """Checks that two task vectors can be added.
 
     Vectors that are added to the weights may cover different parameters of the same model; a vector does not change the
-    parameters that it does not cover. The parameters that both cover identify the model. If there are others, the
-    family, name and revision of the model must be equal as well. Vectors of the linearised model must cover the same
-    parameters.
+    parameters that it does not cover. The base models are compared by the parameters that both vectors cover. If only
+    one vector covers some parameter, the family, name and revision of the base models must be equal as well. Vectors
+    trained in the linearised model must cover the same parameters.
 
     Raises:
-        TaskVectorError: If their regime, f or base model differs, or if their heads for a common task differ.
+        TaskVectorError: If the regimes, functions f or base models differ, or if the heads for a common task differ.
     """
     one, other = first.about, second.about
     names = " and ".join(repr(", ".join(task.name for task in about.tasks)) for about in (one, other))
@@ -145,24 +147,24 @@ def check_addable(first: VectorStorage, second: VectorStorage) -> None:
 
 
 def _check_unshared(one: AboutVector, other: AboutVector, names: str, parameter: str) -> None:
-    """Checks that two vectors that cover different parameters belong to the same model."""
+    """Checks that two vectors that cover different parameters have the same base model."""
     difference = f"{names} cover different parameters: only one of them has {parameter!r}"
     if one.regime == "linear":
-        raise TaskVectorError(f"{difference}. Vectors of the linearised model must cover the same parameters")
+        raise TaskVectorError(f"{difference}. Vectors trained in the linearised model must cover the same parameters")
     if {p.name for p in one.base.parameters}.isdisjoint(p.name for p in other.base.parameters):
-        raise TaskVectorError(f"{difference}, and they share none that would identify the base model")
+        raise TaskVectorError(f"{difference}, and they share no parameter that would identify the base model")
     for key in ("family", "name", "revision"):
         values = getattr(one.base, key), getattr(other.base, key)
         if values[0] != values[1]:
-            mismatch = f"the {key} of the base model is {values[0]} and {values[1]}"
-            raise TaskVectorError(f"{difference}, and {mismatch}, so it may be another model")
+            mismatch = f"the {key} of the base model differs: {values[0]} and {values[1]}"
+            raise TaskVectorError(f"{difference}, and {mismatch}")
 
 
 def joint_base(bases: Iterable[Base]) -> Base:
     """Returns the base model of a sum, with the parameters of all of its terms.
 
     Args:
-        bases: The base models, which agree in the parameters that they share.
+        bases: The base models of the terms. Parameters that they share must be identical.
     """
     first, *others = bases
     parameters = {parameter.name: parameter for parameter in first.parameters}
@@ -176,7 +178,7 @@ def joint_base(bases: Iterable[Base]) -> Base:
 
 
 def _insert_missing(parameters: Mapping[str, Parameter], others: Iterable[Parameter]) -> dict[str, Parameter]:
-    """Inserts missing parameters, each after the one that precedes it in the other list."""
+    """Inserts the parameters missing from the first list, each after its predecessor in the second list."""
     order = list(parameters.values())
     position = 0
     for other in others:
@@ -189,7 +191,9 @@ def _insert_missing(parameters: Mapping[str, Parameter], others: Iterable[Parame
 
 
 def require_finite(coefficient: float) -> float:
-    """Returns a coefficient after checking that it is in the range of float32; a product of coefficients may exceed it.
+    """Returns a coefficient after checking that it is within the range of float32.
+
+    A product of coefficients may exceed this range.
 
     Raises:
         TaskVectorError: If the coefficient is too large or NaN.
@@ -201,10 +205,10 @@ def require_finite(coefficient: float) -> float:
 
 
 def about_sum(terms: WeightedVectors) -> AboutVector:
-    """Returns the provenance of a sum; a single vector with coefficient 1 keeps its own.
+    """Returns the provenance of a sum. A single vector with coefficient 1 keeps its own provenance.
 
-    A multiple of a merged vector keeps its method, because merge methods are homogeneous: it is the merge of the
-    multiplied inputs.
+    A multiple of a merged vector keeps the entry for its merge method: merge methods are homogeneous, so the multiple
+    is the result of merging the multiplied inputs.
     """
     first = terms[0][1].about
     if len(terms) == 1 and terms[0][0] == 1:
@@ -223,7 +227,7 @@ def about_sum(terms: WeightedVectors) -> AboutVector:
 
 
 def heads_of(terms: WeightedVectors) -> dict[str, Head]:
-    """Returns the heads of all tasks of a sum, by task name."""
+    """Returns the heads for all tasks in a sum, by task name."""
     heads: dict[str, Head] = {}
     for _, vector in terms:
         for task, head in vector.heads.items():
@@ -237,7 +241,7 @@ def _tasks(terms: WeightedVectors) -> tuple[TaskEntry, ...]:
         for task in vector.about.tasks:
             first = tasks.setdefault(task.name, task)
             if first != task:
-                # The task was trained twice; the addends' own files record how.
+                # The task was trained twice; each addend's own file records how.
                 training = first.training if first.training == task.training else None
                 tasks[task.name] = first.model_copy(update={"training": training, "head": first.head or task.head})
     return tuple(tasks.values())

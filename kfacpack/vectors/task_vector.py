@@ -48,13 +48,13 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     not be modified in place. A change may be stored as the factors of a low-rank matrix; see `factors`.
 
     Args:
-        tensors: The change of each parameter that `about.base` lists and that has no factors. Not copied.
+        tensors: Changes to the parameters in `about.base` that are not in `factors`, by name. They are not copied.
         about: The provenance. Its entries for heads are filled in from `heads`.
         heads: Classification heads by task name, for the tasks that have one.
-        factors: Changes of low rank: U (m, r) and V (r, n) in float32 by name. The change is U V in the shape of the
-            parameter, whose first dimension is m.
+        factors: Factors U (m, r) and V (r, n) of low-rank changes in float32, by name. The change is U V, reshaped to
+            the shape of the parameter, whose first dimension is m.
         masks: Boolean tensors by name, for parameters in `tensors` that change only where the mask is true. The other
-            elements are not stored, if that saves space.
+            elements are not stored if this saves space.
 
     Raises:
         TaskVectorError: If tensors or heads do not match `about`.
@@ -66,7 +66,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     """
 
     __array_ufunc__: ClassVar[None] = None
-    """Makes numpy scalars defer multiplication to the vector instead of converting it to an array."""
+    """Makes NumPy scalars leave multiplication to the vector instead of converting it to an array."""
     _multiple: tuple[float, TaskVector] | None = None
     """Factor and original vector, if this vector is the result of a multiplication."""
 
@@ -93,10 +93,10 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TaskVector:
-        """Opens a task vector file. Tensors are memory-mapped, and read and checked when they are accessed.
+        """Opens a task vector file. Tensors are memory-mapped; they are read and checked when they are accessed.
 
         Args:
-            path: The file, or `hf://owner/repo@revision/file`.
+            path: Path of the file, or `hf://owner/repo@revision/file`.
 
         Returns:
             The task vector.
@@ -118,9 +118,9 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     ) -> TaskVector:
         """Returns the task vector of a model that was fine-tuned elsewhere.
 
-        The vector of a checkpoint is exact: `apply` returns the checkpoint's weights bit for bit. The vector of a LoRA
-        adapter consists of its factors. In both cases, the vector covers the parameters that `kp.train` trains by
-        default and all others that differ, and its regime is "full".
+        A vector extracted from a checkpoint is exact: `apply` returns the checkpoint's weights bit for bit. A vector
+        extracted from a LoRA adapter consists of the adapter's factors. In both cases, the vector covers the parameters
+        that `kp.train` trains by default and all others that differ, and its regime is "full".
 
         Args:
             base: The base model from `kp.load_model`, or its name.
@@ -137,7 +137,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
         Raises:
             TaskVectorError: If names, shapes or buffers do not match the base model, or if nothing differs.
-            BundleError: If a file cannot be read, is not safetensors, or is an adapter other than LoRA.
+            BundleError: If a file cannot be read, is not in safetensors format, or is an adapter other than LoRA.
 
         Example:
             >>> model = kp.load_model("ViT-B-32")
@@ -150,7 +150,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @classmethod
     def from_storage(cls, storage: VectorStorage) -> TaskVector:
-        """Returns a task vector with the tensors of a storage.
+        """Returns a task vector that reads its tensors from a storage.
 
         Args:
             storage: The storage.
@@ -171,7 +171,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @classmethod
     def _from_terms(cls, terms: Iterable[tuple[float, VectorStorage]]) -> TaskVector:
-        """Returns a weighted sum; coefficients of a storage that occurs twice are added."""
+        """Returns a weighted sum. If a storage occurs several times, its coefficients are added."""
         vector = cls.__new__(cls)
         totals: dict[int, tuple[float, VectorStorage]] = {}
         for coefficient, storage in terms:
@@ -207,12 +207,12 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the vector was trained in the linearised model, where it is used instead of being added to θ0."""
+        """Whether the vector was trained in the linearised model and is used there instead of being added to θ0."""
         return self.regime == "linear"
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole content of the vector's file, or of the file to which the vector would be saved."""
+        """SHA-256 of the entire content of the vector's file, or of the file that saving the vector would write."""
         if len(self._terms) == 1 and self._terms[0][0] == 1:
             return self._terms[0][1].digest
         return vector_digest(self.about, self._changes, self.heads)
@@ -232,34 +232,36 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return self._changes.rank(name)
 
     def factors(self, name: str) -> Factors | None:
-        """Returns a parameter's change as a product of two matrices, if it is stored in this form.
+        """Returns a parameter's change as a product of two matrices if it is stored in this form.
 
-        The factors of a sum are those of its terms side by side, as long as they are smaller than the dense tensor.
+        The factors of a sum are the concatenated factors of its terms, as long as they are smaller than the dense
+        tensor.
 
         Args:
             name: Name of the parameter.
 
         Returns:
             U (m, r) and V (r, n) in float32, whose product is the change reshaped to (shape[0], -1), or None if the
-            change is a dense tensor. r = 0 means that the change is exactly zero. The factors must not be modified.
+            change is not stored as factors. Rank 0 means that the change is exactly zero. The factors must not be
+            modified.
         """
         return self._changes.factors(name)
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the float64 corrections of single entries with which `apply` restores a checkpoint exactly.
+        """Returns the float64 corrections to individual elements with which `apply` restores a checkpoint exactly.
 
-        A sum or multiple has none, because it is itself rounded to float32.
+        A sum or multiple has no corrections, because it is itself rounded to float32.
 
         Args:
             name: Name of the parameter.
 
         Returns:
-            Flat indices and values, or None.
+            Flat indices and values, or None if no correction is needed.
         """
         return self._changes.remainder(name)
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the elements of a parameter's change, if it is stored as a sparse tensor.
+        """Returns the stored elements of a parameter's change if it is stored as a sparse tensor.
 
         A sum of sparse changes is sparse as long as this form is smaller than the dense tensor.
 
@@ -267,7 +269,8 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
             name: Name of the parameter.
 
         Returns:
-            Flat indices in ascending order and float32 values, or None. All other elements are zero.
+            Flat indices in ascending order and float32 values, or None if the change is not sparse. All other elements
+            are zero.
         """
         return self._changes.sparse(name)
 
@@ -288,7 +291,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return id(self)
 
     def __repr__(self) -> str:
-        base = self._terms[0][1].about.base.name  # the `about` of a sum reads all tensors
+        base = self._terms[0][1].about.base.name  # computing `about` for a sum reads all tensors
         return f"<TaskVector of {base}: {', '.join(self.tasks)}; {len(self)} parameters, {self.regime}>"
 
     @cached_property
@@ -318,7 +321,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return TaskVector._from_terms([*self._terms, *other._terms])
 
     def __radd__(self, other: Any) -> TaskVector:
-        # sum([...]) begins with 0
+        # sum([...]) starts with 0
         return self if type(other) is int and other == 0 else NotImplemented
 
     def __sub__(self, other: Any) -> TaskVector:
@@ -350,7 +353,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return vector
 
     def as_multiple(self) -> tuple[float, TaskVector]:
-        """Returns (α, τ) such that this vector is α τ; α is 1.0 for a vector that was not multiplied.
+        """Returns (α, τ) such that this vector is α τ. For a vector that was not multiplied, α is 1.0.
 
         Results that are linear in τ can be computed for every α from τ alone, with identical rounding.
         """
@@ -361,7 +364,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
         Args:
             model: The model or its state dict.
-            function: The model's f; checked as well if passed.
+            function: The model's f, which is also checked if it is passed.
 
         Raises:
             TaskVectorError: If f or a parameter differs; the message names the first such parameter.
@@ -370,7 +373,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         about, base = self._terms[0][1].about, self._changes.base
         if function and (change := function_difference(about.function, function)):
             problem = f"this vector was trained for a different function f than the model's: {change}"
-            raise TaskVectorError(f"{problem}. Load the model as in training, with the same image size")
+            raise TaskVectorError(f"{problem}. Load the model as it was loaded for training, with the same image size")
         for parameter in base.parameters:
             if change := difference(parameter, weights):
                 problem = f"parameter {parameter.name!r} {change}"
@@ -382,7 +385,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     def apply(self, model: Edited, *, in_place: bool = False) -> Edited:
         """Returns the model with the vector added to its weights: θ0 + τ.
 
-        A vector of the regime "linear" can also be used in the linearised model, as it was trained:
+        A vector of the regime "linear" was trained in the linearised model and can also be used there:
         `kp.linearize(model)(x, tv)`.
 
         Args:
@@ -393,7 +396,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
             The edited model or state dict.
 
         Raises:
-            TaskVectorError: If the model is not θ0; this also prevents a vector from being applied twice.
+            TaskVectorError: If the model's weights are not θ0; this also prevents a vector from being applied twice.
         """
         self.check(model)
         if isinstance(model, nn.Module):
@@ -410,7 +413,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
         Args:
             model: The base model, with its original weights.
-            function: The model's f; checked as well if passed.
+            function: The model's f, which is also checked if it is passed.
 
         Yields:
             The model.
@@ -450,7 +453,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _number(value: Any, operation: str) -> float | None:
-    """Converts a real number, including numpy scalars, to a float; returns None for other types."""
+    """Converts a real number, which may be a NumPy scalar, to a float; returns None for other types."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
     try:
@@ -471,7 +474,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], factors: Mapping[str, Factors]
             raise TaskVectorError(f"parameter {name!r} is missing from {where}")
         if name in factors:
             if name in tensors:
-                raise TaskVectorError(f"parameter {name!r} has both a dense change and factors, expected one of them")
+                raise TaskVectorError(f"parameter {name!r} has both a dense change and factors, expected only one")
             check_factors(name, factors[name], shapes[name])
             continue
         tensor = tensors[name]

@@ -197,7 +197,7 @@ def test_spectra_and_its_table(artifacts):
         (["localisation", "morning.safetensors", "--data", "morning"], "'morning': expected TASK=DIR"),
         (["localisation", "morning.safetensors", "--data", "morning="], "'morning=': expected TASK=DIR"),
         (["localisation", "morning.safetensors", "--data", "noon=x"], "task 'noon' is not used; expected morning"),
-        (["localisation", "morning.safetensors", "--data", "morning=morning"], "another task are needed"),
+        (["localisation", "morning.safetensors", "--data", "morning=morning"], "at least one other task"),
         (
             ["localisation", "morning.safetensors", "--alpha", "1"],
             "--alpha applies only to `measure disentanglement`; omit it for localisation",

@@ -205,11 +205,11 @@ INCONSISTENCIES = {
     "a tensor without digest": (lambda h, m: matrix_entry(m)["tensors"][0].pop("sha256"), "sha256: Field required"),
     "an unknown form": (
         lambda h, m: matrix_entry(m).update(form="wavelet"),
-        "matrix 'one.weight/B': has the form 'wavelet' version 1, expected one of dense 1",
+        "matrix 'one.weight/B': has the form 'wavelet', version 1; expected one of dense 1",
     ),
     "an unknown version of a form": (
         lambda h, m: matrix_entry(m).update(version=2),
-        "matrix 'one.weight/B': has the form 'block' version 2",
+        "matrix 'one.weight/B': has the form 'block', version 2;",
     ),
     "int8 without scale": (
         lambda h, m: matrix_entry(m)["tensors"].pop(),
@@ -261,7 +261,7 @@ INCONSISTENCIES = {
     "a name twice": (lambda h, m: m["blocks"][1].update(name="one.weight"), "two blocks with this name"),
     "metadata that is not text": (
         lambda h, m: h["__metadata__"].update(more=3),
-        "expected an object of strings",
+        "expected an object whose values are strings",
     ),
 }
 

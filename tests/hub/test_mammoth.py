@@ -222,7 +222,7 @@ def test_one_of_several_tasks_is_chosen(folder, model, tmp_path):
     imported_bundle = kp.import_mammoth(folder, model, tmp_path / "imported.kfac", task="svhn", fisher="exact")
     assert imported_bundle.files[0] == "seq-8vision_task_7_aaT.pt"
     left = dict(imported_bundle.left_out)
-    assert left["notes.txt"] == "not a file of factors"
+    assert left["notes.txt"] == "not a file with factors"
     assert left["seq-8vision_task_1_ggT.pt"] == "belongs to dtd"
     import_fails(tmp_path, model, tmp_path, tmp_path, "seq-8vision_task_0_aaT.pt")
     import_fails(tmp_path / "nowhere", model, tmp_path, tmp_path / "nowhere", "folder")
@@ -281,7 +281,7 @@ def test_from_the_hub_as_from_the_folder(folder, model, tmp_path, hub, disconnec
     imported(place, model, tmp_path / "cache.kfac", "--task", "dtd")
     assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
     stderr = imported(place, model, tmp_path / "other.kfac", "--task", "svhn", code=2).stderr
-    for fact in (f"{place} (cached files only", "no files of svhn"):
+    for fact in (f"{place} (cached files only", "no files for svhn"):
         assert fact in stderr
     assert not (tmp_path / "other.kfac").exists(), "the cached files belong to another task"
 
@@ -314,7 +314,7 @@ def test_repositories_that_cannot_be_read(folder, model, tmp_path, hub, disconne
 
 @pytest.mark.usefixtures("in_process")
 def test_files_of_another_task_are_not_imported(folder, model, tmp_path):
-    import_fails(folder, model, tmp_path, "no files of svhn", "seq-8vision_task_1 (dtd)", task="svhn")
+    import_fails(folder, model, tmp_path, "no files for svhn", "seq-8vision_task_1 (dtd)", task="svhn")
     imported_bundle = kp.import_mammoth(
         folder, model, tmp_path / "imported.kfac", task="svhn", files=PREFIX, fisher="exact"
     )
@@ -345,7 +345,7 @@ def test_the_command(folder, model, tmp_path):
     result = run("--fisher", "exact")
     assert result.exit_code == 0
     assert "wrote" in result.stdout
-    assert "not imported: notes.txt (not a file of factors)" in result.stdout
+    assert "not imported: notes.txt (not a file with factors)" in result.stdout
     assert "not imported: visual.conv1.weight" in result.stdout
     output = json.loads(run("--fisher", "exact", "--task", "mine", "--json").stdout)
     assert (output["task"], output["examples"], output["positions"], output["weights_compared"]) == (
@@ -355,4 +355,4 @@ def test_the_command(folder, model, tmp_path):
         True,
     )
     assert output["sha256"] == kp.Bundle(tmp_path / "imported.kfac").digest
-    assert {"what": "notes.txt", "why": "not a file of factors"} in output["left_out"]
+    assert {"what": "notes.txt", "why": "not a file with factors"} in output["left_out"]

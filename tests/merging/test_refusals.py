@@ -79,7 +79,7 @@ def test_parents_that_overlap(one, two, tmp_path):
     merge_fails([one, one], one, kp.Bundle(one).digest[:12], "twice")
     both, pair = tmp_path / "both.kfac", tmp_path / "pair.kfac"
     kp.merge([one, two]).save(both)
-    merge_fails([both, two], both, two, kp.Bundle(two).digest[:12], "of two", "twice", "--without two")
+    merge_fails([both, two], both, two, kp.Bundle(two).digest[:12], "for two", "twice", "--without two")
     other = save(of_task("three", seed=62), tmp_path / "three.kfac")
     kp.merge([two, other]).save(pair)
     merge_fails([both, pair], both, pair, kp.Bundle(two).digest[:12], "twice")

@@ -97,7 +97,7 @@ def test_half_precision_weights_can_be_resized(tiny, tmp_path, pictures, vision_
 
 
 def test_tiny_has_no_tags():
-    with refused(KfacpackError, "tag 'openai' of tiny", "its tags are none"):
+    with refused(KfacpackError, "tag 'openai' for tiny", "available tags: none"):
         load_model("tiny/openai")
     with refused(KfacpackError, "'tinny'; did you mean 'tiny'"):
         load_model("tinny")

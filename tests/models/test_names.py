@@ -22,10 +22,10 @@ from kfacpack.models.families import FAMILIES, load_model
     [
         ("ViT-B/32", "unknown open_clip model 'ViT-B/32'; did you mean 'ViT-B-32'"),
         ("vit-b-16", "did you mean 'ViT-B-16'"),
-        ("ViT-B-32/opnai", "tag 'opnai' of ViT-B-32; its tags are openai, laion400m_e31"),
+        ("ViT-B-32/opnai", "tag 'opnai' for ViT-B-32; available tags: openai, laion400m_e31"),
         ("ViT-B-32-256", "no default weights; choose one: ViT-B-32-256/datacomp_s34b_b86k"),
         ("timm:vit_tiny_patch16_225", "unknown timm model 'vit_tiny_patch16_225'; did you mean 'vit_tiny_patch16_224'"),
-        ("timm:vit_tiny_patch16_224.best", "tag 'best' of vit_tiny_patch16_224; its tags are augreg_in21k, augreg"),
+        ("timm:vit_tiny_patch16_224.best", "tag 'best' for vit_tiny_patch16_224; available tags: augreg_in21k, augreg"),
         ("keras:resnet", "unknown model 'keras:resnet'. Expected tiny, NAME or NAME/TAG of open_clip"),
         ("tim:vit_tiny_patch16_224", "unknown model 'tim:vit_tiny_patch16_224'; did you mean 'timm:'?"),
         ("tinny", "unknown open_clip model 'tinny'; did you mean 'tiny'"),

@@ -179,7 +179,7 @@ def test_split_folders_are_not_classes(tmp_path):
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         PICTURES[0].save(tmp_path / split / "0.png")
-    with refused(KfacpackError, "'test/0.png'", "folder of a split", "not of a class"):
+    with refused(KfacpackError, "'test/0.png'", "in a split folder", "not in a class folder"):
         load_task("mine", tmp_path)
     (tmp_path / "train" / "ant").mkdir()
     PICTURES[0].save(tmp_path / "train" / "ant" / "0.png")

@@ -231,7 +231,7 @@ def test_incomplete_adapters_are_refused(bert, adapter):
         with refused(kp.BundleError, *facts):
             extracted(bert, adapter)
     save_file({name.replace("encoder.layer.0", "encoder.layer.7"): value for name, value in tensors.items()}, path)
-    with refused(kp.TaskVectorError, "layer.7", "not an adapter of"):
+    with refused(kp.TaskVectorError, "layer.7", "not an adapter for"):
         extracted(bert, adapter)
     path.write_bytes(raw[:-3])
     with refused(kp.BundleError, "download it again"):

@@ -1,10 +1,10 @@
-"""The tensors of a matrix (its components), and packing of symmetric matrices as lower triangles.
+"""The tensors of a matrix (its components), and the packing of symmetric matrices as lower triangles.
 
 A triangle is stored row by row: m[0,0], m[1,0], m[1,1], m[2,0], … Shapes: a full matrix is (..., n, n), its triangle
 (..., n(n+1)/2); leading dimensions are batch dimensions.
 
-Components are in memory, in a bundle, or computed on demand. `specs` contains the dtype and shape of each tensor and
-is available without reading any values; accessing a tensor by name may read or compute it.
+Components are stored in memory or in a bundle, or computed on demand. `specs` contains the dtype and shape of each
+tensor and is available without reading any values. Accessing a tensor by name may read or compute it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 _TILE = 512
 """Side of the tiles in which large matrices are traversed."""
 _SMALL_SIDE = 64
-"""On a CPU, matrices of at most this side are unpacked by a single gather; on a GPU, all matrices are."""
+"""Largest side of a matrix that is unpacked with a single gather on a CPU. On a GPU, a gather unpacks any matrix."""
 
 
 def pack(full: Tensor) -> Tensor:
-    """Packs the lower triangles of (..., n, n) matrices to (..., n(n+1)/2). Other values are not read."""
+    """Packs the lower triangles of (..., n, n) matrices as (..., n(n+1)/2). Values above the diagonal are not read."""
     if full.device.type != "cpu":
         return pack(full.cpu()).to(full.device)
     side = full.shape[-1]
@@ -44,7 +44,7 @@ def pack(full: Tensor) -> Tensor:
 
 
 def pack_rows(part: Tensor, row: int, left: int, packed: Tensor) -> None:
-    """Copies a part of a full matrix to its position in a triangle.
+    """Copies a part of a full matrix to its position in the packed triangle.
 
     Args:
         part: Rows of the full matrix, (k, w).
@@ -61,7 +61,7 @@ def pack_rows(part: Tensor, row: int, left: int, packed: Tensor) -> None:
 
 
 def pack_in_parts(full: Tensor, limit: int) -> Iterator[Tensor]:
-    """Yields the values of `pack(full)` in parts of whole rows, each of at most `limit` values or a single row."""
+    """Yields the values of `pack(full)` in parts. A part has whole rows: at most `limit` values, or a single row."""
     full = full.cpu()
     side, start = full.shape[-1], 0
     source = _numpy_view(full)
@@ -87,11 +87,11 @@ def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
 
     Args:
         packed: Triangle, (..., n(n+1)/2).
-        side: Side n of the matrix.
-        scale: Factors (..., n), by which the rows of the triangle are multiplied.
+        side: Number n of rows and of columns.
+        scale: Factors by which the rows of the triangle are multiplied, (..., n), if any.
 
     Returns:
-        The full matrix, (..., n, n), in the dtype of `scale` if there is one, else of `packed`.
+        The full matrix, (..., n, n), in the dtype of `scale` if it is given, and otherwise in that of `packed`.
     """
     if packed.device.type != "cpu" or not _has_storage(packed) or side <= _SMALL_SIDE:
         # One gather is faster than n small copies, each of which would launch a kernel.
@@ -122,7 +122,7 @@ def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Returns whether a tensor has storage that numpy can view; tensors of torch.func transforms have none."""
+    """Returns whether a tensor has storage that numpy can view. Tensors inside torch.func transforms have none."""
     try:
         tensor.data_ptr()
     except RuntimeError:
@@ -131,12 +131,15 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _numpy_view(tensor: Tensor) -> Any:
-    """Returns a numpy view; bfloat16 is viewed as int16. numpy copies rows about four times as fast as torch."""
+    """Returns a numpy view of a tensor; numpy copies rows about four times as fast as torch.
+
+    bfloat16 values are viewed as int16.
+    """
     return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else tensor.dtype).numpy()
 
 
 def row_indices(side: int) -> Tensor:
-    """Returns the row of every value of a triangle: 0, 1, 1, 2, 2, 2 and so on."""
+    """Returns the row index of every value in a triangle: 0, 1, 1, 2, 2, 2 and so on."""
     rows = torch.arange(side)
     return rows.repeat_interleave(rows + 1)
 
@@ -152,7 +155,7 @@ def asymmetry(full: Tensor) -> float:
 
 
 def _tiles(side: int) -> list[slice]:
-    """Returns slices for square tiles that fit a core's cache, so that access along columns is fast as well."""
+    """Returns slices for square tiles that fit into a core's cache, so that access along columns is fast as well."""
     return [slice(start, min(start + _TILE, side)) for start in range(0, side, _TILE)]
 
 
@@ -173,7 +176,7 @@ FILE_TYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 """Names in safetensors files by torch dtype."""
 
 CHUNK_VALUES = 2**21
-"""Number of values that are written at a time, small enough to stay in the CPU cache for hashing."""
+"""Number of values that are written at a time, small enough that they are still in the CPU cache when hashed."""
 
 
 class MatrixTensors(ABC):
@@ -198,7 +201,7 @@ class MatrixTensors(ABC):
         raise MatrixError(f"{name!r} {problem}")
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
-        """Returns the values `start` to `stop` of a component, in row-major order."""
+        """Returns the values at positions `start` to `stop` - 1 of a component, in row-major order."""
         return self[name].reshape(-1)[start:stop]
 
     def parts(self, name: str) -> Iterator[Tensor]:
@@ -218,7 +221,7 @@ class InMemoryTensors(MatrixTensors):
 
 
 class SpecTensors(MatrixTensors):
-    """Components without values, from which the size of a matrix is determined before the matrix is computed."""
+    """Components without values, used to determine the size of a matrix before the matrix is computed."""
 
     def __init__(self, specs: Mapping[str, Spec]):
         self.specs = specs
@@ -262,7 +265,7 @@ def map_tensor(file: Container | SealedFile, name: str) -> Tensor:
 
 
 class BundleTensors(MatrixTensors):
-    """Tensors of an open bundle, mapped from its file. Every access is checked; see `Bundle.bytes_of`."""
+    """Components in an open bundle, mapped from its file. Every access is checked; see `Bundle.bytes_of`."""
 
     def __init__(self, bundle: Bundle, names: Mapping[str, str]):
         self._bundle = bundle
@@ -273,7 +276,7 @@ class BundleTensors(MatrixTensors):
         return map_tensor(self._bundle, self._names[name])
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
-        """Reads the values `start` to `stop` of a component."""
+        """Reads the values at positions `start` to `stop` - 1 of a component, in row-major order."""
         dtype, _ = self.specs[name]
         if start == stop:
             return torch.empty(0, dtype=TORCH_TYPES[dtype])
@@ -302,7 +305,7 @@ class LazyPackedTensors(MatrixTensors):
 
 
 def spec_of(tensor: Tensor) -> Spec:
-    """Returns the dtype and shape of a tensor as stored in a file.
+    """Returns the dtype and shape of a tensor, in the notation of safetensors files.
 
     Raises:
         MatrixError: If the file format does not support the dtype.

@@ -24,14 +24,14 @@ from kfacpack.curvature.matrices.matrix import Matrix, Operator, require_square
 from kfacpack.errors import MatrixError
 
 _ALIGNED_ELEMENTS = 2**16
-"""Maximum number of elements of a product that is computed without aligning its rows."""
+"""Maximum number of elements in a product whose rows are not aligned."""
 
 
 class DenseOperator(Operator):
-    """Multiplies by a full (n, n) tensor."""
+    """An operator that multiplies by a full (n, n) tensor."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns M x. Aligns the rows of a large result on a CPU, unless gradients are enabled."""
+        """Returns M x. On a CPU, the rows of a large result are aligned unless gradients are enabled."""
         (full,) = self.tensors
         width = aligned(x.shape[-1])
         if width == x.shape[-1] or x.numel() <= _ALIGNED_ELEMENTS or x.device.type != "cpu" or torch.is_grad_enabled():
@@ -48,7 +48,7 @@ class DenseOperator(Operator):
 
 
 class AlignedOperator(DenseOperator):
-    """Multiplies by a full (n, n) tensor that is padded with zeros, so that its rows are aligned.
+    """An operator that multiplies by a full (n, n) tensor, padded with zeros so that its rows are aligned.
 
     A product with unaligned rows of 769 elements takes about 1.5 times as long as one with aligned rows of 768.
     """
@@ -60,7 +60,7 @@ class AlignedOperator(DenseOperator):
 
 
 def aligned(side: int) -> int:
-    """Rounds up to a multiple of 16, so that rows of float32 start at a multiple of 64 bytes.
+    """Rounds up to a multiple of 16, so that rows of float32 values start at multiples of 64 bytes.
 
     Args:
         side: Number of rows or columns.
@@ -69,9 +69,9 @@ def aligned(side: int) -> int:
 
 
 class OperatorCache:
-    """Caches the operators of the current block's matrices, because consecutive blocks often share a factor A.
+    """A cache of the operators for the matrices of the current block. Consecutive blocks often share a factor A.
 
-    Full matrices in float32 are aligned.
+    The rows of full matrices in float32 are aligned.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class OperatorCache:
         self._operators = {key: value for key, value in self._operators.items() if key[0] in kept}
 
     def __call__(self, matrix: Matrix, dtype: torch.dtype) -> Operator:
-        """Returns the operator of a matrix, which is created on the first call."""
+        """Returns the operator for a matrix, which is created on the first call."""
         key = id(matrix), dtype
         if key not in self._operators:
             operator = matrix.operator(dtype, torch.device("cpu"))
@@ -99,7 +99,7 @@ def full_matrix(operator: Operator, side: int) -> Tensor:
 
     Args:
         operator: Operator of an (n, n) matrix.
-        side: Side n of the matrix.
+        side: Number n of rows and of columns.
     """
     blocks = operator.blocks(side)
     if len(blocks) == 1 and len(blocks[0]) == 1:
@@ -109,7 +109,7 @@ def full_matrix(operator: Operator, side: int) -> Tensor:
 
 
 def common_blocks(operators: Sequence[Operator], side: int) -> list[tuple[Tensor, ...]]:
-    """Returns the diagonal blocks of each operator, or full matrices if the blocks of two operators differ in shape.
+    """Returns the diagonal blocks of each operator, or the full matrices if the block shapes of two operators differ.
 
     Args:
         operators: Operators on vectors of the same length.
@@ -157,11 +157,11 @@ class Packed(Matrix):
         return self._full(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields M."""
+        """Yields M itself."""
         yield self.dense(torch.float64)
 
     def row_index(self) -> Tensor:
-        """Returns the row of every value of the triangle."""
+        """Returns the row index of every value in the triangle."""
         return row_indices(self.side)
 
     def _full(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -192,8 +192,8 @@ class Dense(Matrix):
         Args:
             matrix: Symmetric floating-point tensor.
             psd: Whether the matrix is declared to be positive semi-definite.
-            examples: Number of examples that the matrix is a mean over, if known.
-            positions: Number of positions that the matrix is a mean over, if known.
+            examples: Number of examples over which the matrix was averaged, if known.
+            positions: Number of positions over which the matrix was averaged, if known.
 
         Returns:
             The matrix.
@@ -205,7 +205,7 @@ class Dense(Matrix):
         if isnan(difference := asymmetry(matrix)):
             raise MatrixError("the matrix contains NaN or Inf")
         if difference:
-            # Some kernels sum m[i,j] and m[j,i] in different orders: allow a few rounding errors of the largest value.
+            # Some kernels sum m[i,j] and m[j,i] in different orders: allow a few rounding errors in the largest value.
             eps = min(torch.finfo(matrix.dtype).eps, torch.finfo(torch.float32).eps)
             if difference > 8 * eps * float(matrix.abs().amax()):
                 problem = f"the matrix is not symmetric: m[i,j] and m[j,i] differ by up to {difference:.3g}"
@@ -223,7 +223,7 @@ class Dense(Matrix):
         return self.float_values(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields M."""
+        """Yields M itself."""
         yield self.float_values(torch.float64)
 
     def violation(self) -> tuple[str, str] | None:
@@ -233,6 +233,6 @@ class Dense(Matrix):
         return None
 
     def for_storage(self) -> Matrix:
-        """Returns the lower triangle, packed when it is read."""
+        """Returns the matrix in packed form. The values are packed when they are read."""
         triangle = LazyPackedTensors(self.components)
         return Packed(self.side, triangle, psd=self.psd, examples=self.examples, positions=self.positions)

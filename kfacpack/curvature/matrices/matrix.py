@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 _SUBSPACE_FRACTIONS = (1 / 32, 1 / 8, 1 / 3)
-"""Dimensions of the iterated subspace, as fractions of the side."""
+"""Possible dimensions of the subspace in subspace iteration, as fractions of the side."""
 _ACCURATE_FRACTION = 0.8
 """Fraction of a subspace whose eigenvectors are accurate; the other dimensions speed up convergence."""
 _FULL_BELOW = 256
 """Matrices with a smaller side are decomposed in full."""
 _TOLERANCE, _MAX_ITERATIONS = 1e-5, 100
-"""Iteration stops when a step reduces the squared error by at most this fraction, or after this many steps."""
+"""Iteration stops after a step that reduces the squared error by at most this fraction, or after this many steps."""
 _UNKNOWN_COUNT = 10_000
-"""Assumed number of summed terms of a matrix that does not record it."""
+"""Assumed number of terms in the sum for a matrix that does not record this number."""
 
 
 def width_for(side: int, rank: int) -> int:
-    """Returns the subspace dimension for `rank` eigenpairs: one of a few values, so that results can be cached."""
+    """Returns the subspace dimension for `rank` eigenpairs. Only a few values occur, so that results can be cached."""
     widths = (int(fraction * side) for fraction in _SUBSPACE_FRACTIONS) if side >= _FULL_BELOW else ()
     return next((width for width in widths if rank <= _ACCURATE_FRACTION * width), side)
 
@@ -81,9 +81,9 @@ def _subspace_iteration(matrix: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 class Operator(ABC):
-    """The map x -> M x, (n, k) -> (n, k). Its tensors are already read, unpacked and converted.
+    """The map x -> M x, (n, k) -> (n, k), with tensors that have been read, unpacked and converted.
 
-    Several operators of one form can be stacked: the map is then (m, n, k) -> (m, n, k), one matrix for each x.
+    Several operators of the same form can be stacked. The map is then (m, n, k) -> (m, n, k), with one matrix per x.
     """
 
     is_diagonal: ClassVar[bool] = False
@@ -97,12 +97,12 @@ class Operator(ABC):
         """Returns M x."""
 
     def blocks(self, side: int) -> tuple[Tensor, ...]:
-        """Returns the diagonal blocks of M in order, as tensors of shape (k, s, s); outside of them, M is zero.
+        """Returns the diagonal blocks of M in order, as tensors of shape (k, s, s). Outside the blocks, M is zero.
 
-        M is linear in its blocks. By default, there is one block, the whole matrix.
+        M depends linearly on the blocks. By default, the only block is the whole matrix.
 
         Args:
-            side: Side n of M.
+            side: Number n of rows and of columns of M.
         """
         identity = torch.eye(side, dtype=self.tensors[-1].dtype, device=self.tensors[-1].device)
         return (self(identity)[None],)
@@ -111,19 +111,19 @@ class Operator(ABC):
         """Returns the diagonal of M, (n,).
 
         Args:
-            side: Side n of M.
+            side: Number n of rows and of columns of M.
         """
         return torch.cat([part.diagonal(dim1=-2, dim2=-1).flatten() for part in self.blocks(side)])
 
     @classmethod
     def stack(cls, operators: Sequence[Self]) -> Self:
-        """Stacks the operators of m matrices of equal shape into one; a single operator is not copied."""
+        """Stacks the operators of m matrices of equal shape. The tensors of a single operator are not copied."""
         columns = zip(*(operator.tensors for operator in operators), strict=True)
         first, *others = operators
         return first.with_tensors(torch.stack(tensors) if others else tensors[0][None] for tensors in columns)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
-        """Returns the same operator with other tensors, of the same dtypes."""
+        """Returns the same operator with other tensors of the same dtypes."""
         other = copy.copy(self)
         other.tensors = tuple(tensors)
         return other
@@ -143,10 +143,10 @@ class Operator(ABC):
 
 
 class StoredOperator(Operator):
-    """Multiplies by a matrix that is kept in its stored form and unpacked for each product.
+    """An operator that keeps a matrix in its stored form and unpacks it for each product.
 
     Args:
-        matrix: The matrix. Its values are validated.
+        matrix: The matrix, whose values are validated.
         dtype: Floating-point tensors with wider elements are converted to this dtype.
         device: Device to which the tensors are copied; None leaves them where they are.
     """
@@ -180,19 +180,19 @@ class Matrix(ABC):
     """A symmetric matrix in one of the forms of the file format.
 
     Args:
-        side: n of the (n, n) matrix.
-        components: The tensors of the form, by name.
+        side: Number n of rows and of columns.
+        components: The tensors that store the matrix, by name.
         psd: Whether the matrix is declared to be positive semi-definite.
-        examples: Number of examples that the matrix is a mean over, if known.
-        positions: Number of positions (such as tokens) that the matrix is a mean over, if known.
+        examples: Number of examples over which the matrix was averaged, if known.
+        positions: Number of positions (such as tokens) over which the matrix was averaged, if known.
     """
 
     form: ClassVar[str]
     """Name of the form in the file format."""
     structure: ClassVar[Literal["dense", "diagonal"]] = "dense"
-    """Structure of a block whose whole G is one matrix of this form."""
+    """Structure of a block whose G is a single matrix of this form."""
     stackable: ClassVar[bool] = True
-    """Whether operators of matrices with equal components can be stacked."""
+    """Whether the operators of matrices whose components have equal shapes can be stacked."""
     rounding_keeps_psd: ClassVar[bool] = False
     """Whether the matrix stays positive semi-definite when its values are rounded."""
 
@@ -218,7 +218,7 @@ class Matrix(ABC):
 
         Args:
             dtype: Dtype of the tensors to multiply.
-            device: Device of the tensors to multiply; None for the device that the components are on.
+            device: Device of the tensors to multiply. Defaults to the device of the components.
         """
         if self._resident is not None and self._resident.matches(dtype, device):
             return self._resident
@@ -228,7 +228,7 @@ class Matrix(ABC):
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator: ...
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Returns an operator for components of this form on their device, without synchronising with the device.
+        """Returns an operator for other components of the same form, without synchronising with their device.
 
         Args:
             tensors: Valid components of one matrix, or of several matrices with a leading dimension.
@@ -239,7 +239,7 @@ class Matrix(ABC):
         return matrix._make_operator(dtype)
 
     def resident(self, dtype: torch.dtype, device: torch.device) -> Self:
-        """Returns the same matrix with its operator for `dtype` kept on `device`; the components are shared.
+        """Returns the same matrix with an operator that is kept on a device. The components are shared.
 
         Args:
             dtype: Dtype of the operator.
@@ -259,7 +259,7 @@ class Matrix(ABC):
 
     @abstractmethod
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor. It may share memory with the components: do not modify it.
+        """Returns M as an (n, n) tensor, which may share memory with the components and must not be modified.
 
         Args:
             dtype: Dtype of the result.
@@ -280,7 +280,10 @@ class Matrix(ABC):
 
     @abstractmethod
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields symmetric float64 matrices, (n, n) or (k, n, n), that are all PSD if and only if M is."""
+        """Yields symmetric float64 matrices that are all positive semi-definite if and only if M is.
+
+        Their shapes are (s, s) or, for several matrices at once, (k, s, s).
+        """
 
     def leading_eigenpairs(self, width: int) -> tuple[Tensor, Tensor]:
         """Returns the eigenvalues (w,) of largest magnitude and their eigenvectors (n, w).
@@ -291,12 +294,12 @@ class Matrix(ABC):
         return leading_eigenpairs(self.dense(torch.float64), width)
 
     def eigenvalues(self) -> Tensor:
-        """Returns all eigenvalues, (n,), float64, in descending order."""
+        """Returns all eigenvalues in descending order, (n,), in float64."""
         ascending: Tensor = torch.linalg.eigvalsh(self.dense(torch.float64))
         return ascending.flip(0)
 
     def row_index(self) -> Tensor:
-        """Returns the index of the stored row of each value of `data`, in a shape that broadcasts to that of `data`."""
+        """Returns the stored row of each value of `data`, as indices in a shape that broadcasts to that of `data`."""
         raise TypeError(f"a {self.form!r} matrix has no int8 variant")
 
     def violation(self) -> tuple[str, str] | None:
@@ -318,7 +321,7 @@ class Matrix(ABC):
 
         Raises:
             MatrixError: If the values violate a requirement of the form.
-            CorruptTensor: In the same case, for tensors of a bundle.
+            CorruptTensor: If the invalid values are in a tensor of a bundle.
         """
         if not self._validated:
             if violation := self.violation():
@@ -352,11 +355,14 @@ class Matrix(ABC):
         return data.to(dtype) * scale.reshape(-1)[self.row_index().to(data.device)]
 
     def stored_values(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns (`data` as `dtype`, None), or for an int8 matrix (`data` as int8, `scale` as `dtype`).
+        """Returns the stored values and, for an int8 matrix, their scale.
 
         Args:
             dtype: Dtype of the floating-point values.
             device: Device of the result. Defaults to that of the components.
+
+        Returns:
+            `data` in int8 and `scale` in `dtype` for an int8 matrix, and `data` in `dtype` and None for others.
         """
         self.require_valid()
         if "scale" not in self.components.specs:
@@ -366,7 +372,7 @@ class Matrix(ABC):
     def rounded(self, dtype: torch.dtype) -> Self:
         """Returns the matrix with its values in another floating-point dtype.
 
-        `psd` is kept, because the check of `psd` allows for rounding errors.
+        The matrix keeps its declaration `psd`, because the check of this property allows for rounding errors.
 
         Args:
             dtype: Dtype of the stored values.
@@ -385,7 +391,7 @@ class Matrix(ABC):
         return "scale" in LAYOUTS[self.form].shapes(self.side, self.components.specs["data"][1])
 
     def quantized(self) -> Self:
-        """Returns the matrix in int8, each stored row scaled by its largest magnitude."""
+        """Returns the matrix in int8, with each stored row scaled by its largest magnitude."""
         data = self.float_values(torch.float64)
         index = self.row_index().to(data.device).expand_as(data)
         shape = LAYOUTS[self.form].shapes(self.side, tuple(data.shape))["scale"]
@@ -410,7 +416,7 @@ class Matrix(ABC):
 
 
 def require_square(matrix: Tensor) -> int:
-    """Returns the side of a square floating-point tensor.
+    """Checks that a floating-point tensor is a square matrix, and returns its number of rows.
 
     Raises:
         MatrixError: If the tensor is not (n, n) with n at least 1, or not of a floating-point dtype.
@@ -423,10 +429,10 @@ def require_square(matrix: Tensor) -> int:
 def negative_eigenvalue_bound(matrix: Matrix) -> float | None:
     """Checks for eigenvalues that are more negative than rounding errors can explain.
 
-    Storing an entry changes it by at most half an eps of its value (or of the smallest normal number), and summing k
-    terms in float32 by about √k eps; no eigenvalue changes by more than the Frobenius norm of these errors. Sums
-    of squares stay positive in any dtype, so for the diagonal only the summation error is allowed. The test is a
-    Cholesky factorisation, which costs a tenth of an eigenvalue decomposition.
+    Rounding an entry for storage changes it by at most eps/2 times its value (or the smallest normal number), and
+    summing k terms in float32 by about √k eps. No eigenvalue changes by more than the Frobenius norm of these errors.
+    Sums of squares stay positive in any dtype, so only the summation error is allowed on the diagonal. The test is a
+    Cholesky factorisation, which takes a tenth of the time of an eigenvalue decomposition.
 
     Args:
         matrix: The matrix to check.

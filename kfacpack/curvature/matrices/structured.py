@@ -2,14 +2,14 @@
 
 `Diagonal` keeps only the diagonal.
 
-`BlockDiagonal` keeps K diagonal blocks, which take 1/K of the bytes and of the arithmetic. Block k covers q or q + 1
-consecutive indices, q = n div K; the first n mod K blocks are the longer ones. All blocks are stored as triangles of
-the same length; shorter blocks are padded with a last row of zeros, so that one batched product multiplies all of them.
+`BlockDiagonal` keeps K diagonal blocks, which take 1/K of the bytes and of the arithmetic. Each block covers q or q + 1
+consecutive indices, where q = n div K; the first n mod K blocks are the longer ones. All blocks are stored as triangles
+of the same length, and shorter blocks are padded with a last row of zeros.
 
-`LowRank` is M = U diag(w) Uᵀ with U of shape (n, r), which takes r/n of the values. It is positive semi-definite
-if no weight is negative.
+`LowRank` is M = U diag(w) Uᵀ with U of shape (n, r), which stores about r/n as many values. It is positive
+semi-definite if no weight is negative.
 
-`Sparse` keeps entries of the lower triangle with their coordinates, in row-major order; the upper triangle is implied.
+`Sparse` keeps entries of the lower triangle and their coordinates, in row-major order. The upper triangle is implied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kfacpack.format.schema import widest_block
 
 
 class DiagonalOperator(Operator):
-    """Multiplies each row of x by its factor."""
+    """An operator that multiplies each row of x by a factor."""
 
     is_diagonal = True
 
@@ -65,8 +65,8 @@ class Diagonal(Matrix):
         Args:
             diagonal: Floating-point tensor, (n,).
             psd: Whether the matrix is declared to be positive semi-definite.
-            examples: Number of examples that the matrix is a mean over, if known.
-            positions: Number of positions that the matrix is a mean over, if known.
+            examples: Number of examples over which the matrix was averaged, if known.
+            positions: Number of positions over which the matrix was averaged, if known.
 
         Returns:
             The matrix.
@@ -95,7 +95,7 @@ class Diagonal(Matrix):
         return self.float_values(dtype)
 
     def eigenvalues(self) -> Tensor:
-        """Returns all eigenvalues, (n,), float64, in descending order."""
+        """Returns all eigenvalues in descending order, (n,), in float64."""
         return self.float_values(torch.float64).sort(descending=True).values
 
     def psd_witnesses(self) -> Iterator[Tensor]:
@@ -105,7 +105,10 @@ class Diagonal(Matrix):
 
 
 class BlockDiagonalOperator(Operator):
-    """Multiplies by the longer blocks in one batched product and by the shorter blocks in another, without padding."""
+    """An operator that multiplies by the longer blocks in one batched product, and by the shorter blocks in another.
+
+    The shorter blocks are not padded.
+    """
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
@@ -122,7 +125,7 @@ class BlockDiagonalOperator(Operator):
 
 
 class BlockDiagonal(Matrix):
-    """A block-diagonal matrix: `data` (K, s(s+1)/2) has the lower triangles of the blocks, at most s × s each.
+    """A block-diagonal matrix: `data` (K, s(s+1)/2) contains the lower triangles of K blocks of at most s × s.
 
     Example:
         >>> import torch
@@ -163,7 +166,7 @@ class BlockDiagonal(Matrix):
         return self.components.specs["data"][1][-2]
 
     def blocks(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Returns the blocks, (K, s, s), the shorter ones padded with zeros.
+        """Returns the blocks, (K, s, s). The shorter blocks are padded with zeros.
 
         Args:
             dtype: Dtype of the result.
@@ -186,7 +189,7 @@ class BlockDiagonal(Matrix):
         return full
 
     def eigenvalues(self) -> Tensor:
-        """Returns all eigenvalues, (n,), float64, in descending order."""
+        """Returns all eigenvalues in descending order, (n,), in float64."""
         of_blocks = (torch.linalg.eigvalsh(blocks).flatten() for blocks in self.operator(torch.float64).tensors)
         return torch.cat(list(of_blocks)).sort(descending=True).values
 
@@ -195,7 +198,7 @@ class BlockDiagonal(Matrix):
         yield self.blocks(torch.float64)
 
     def row_index(self) -> Tensor:
-        """Returns the stored row of every value, counted over all blocks."""
+        """Returns the stored row of every value, with the rows of all blocks numbered consecutively."""
         width = widest_block(self.side, self.count)
         return torch.arange(0, self.count * width, width)[:, None] + row_indices(width)
 
@@ -216,7 +219,7 @@ def spans(side: int, count: int) -> list[tuple[int, int]]:
 
 
 class LowRankOperator(Operator):
-    """Computes U (w (Uᵀ x)) without forming the (n, n) matrix."""
+    """An operator that computes U (w (Uᵀ x)) without forming the (n, n) matrix."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
@@ -244,7 +247,7 @@ class LowRank(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, rank: int, *, psd: bool = True) -> LowRank:
-        """Computes the best approximation of a given rank, from the eigenvalues of largest magnitude.
+        """Computes the best approximation of a given rank from the eigenvalues of largest magnitude.
 
         Args:
             matrix: Symmetric floating-point tensor, (n, n).
@@ -292,7 +295,7 @@ class LowRank(Matrix):
         return (u * w) @ u.T
 
     def eigenvalues(self) -> Tensor:
-        """Returns all eigenvalues, (n,), float64, in descending order."""
+        """Returns all eigenvalues in descending order, (n,), in float64."""
         inner = torch.linalg.eigvalsh(self._inner())
         return torch.cat([inner, inner.new_zeros(self.side - len(inner))]).sort(descending=True).values
 
@@ -303,13 +306,13 @@ class LowRank(Matrix):
             yield self._inner()
 
     def _inner(self) -> Tensor:
-        """Returns R diag(w) Rᵀ, where U = Q R. It is at most r × r and has the nonzero eigenvalues of M."""
+        """Returns R diag(w) Rᵀ, where U = Q R. This matrix is at most r × r and has the nonzero eigenvalues of M."""
         u, w = self._factors(torch.float64)
         r: Tensor = torch.linalg.qr(u, mode="r").R
         return (r * w) @ r.T
 
     def row_index(self) -> Tensor:
-        """Returns the row of every value of U."""
+        """Returns the row index of every value in U."""
         return torch.arange(self.side)[:, None]
 
     def _factors(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -322,14 +325,15 @@ _SPARSE_COST = 16
 """Cost of multiplying by one sparse entry, relative to one dense entry.
 
 Filling in one entry of a dense matrix costs about as much. Measurements on 2 cores gave 8 to 14; with more cores, the
-dense product gains more. Products with wide matrices are therefore computed densely if more than one entry in sixteen
-is stored. Products with a single vector are almost never computed densely."""
+ratio is larger, because dense products benefit more. Products with wide matrices are therefore computed densely if more
+than one entry in sixteen is stored. Products with a single vector are almost never computed densely.
+"""
 
 
 class SparseOperator(Operator):
-    """Multiplies by a sparse matrix, given by the entries of both triangles in row-major order.
+    """An operator that multiplies by a sparse matrix, given by the entries of both triangles in row-major order.
 
-    Its tensors are the coordinates, (2, entries), and the values, (entries,).
+    The tensors of the operator are the coordinates, (2, entries), and the values, (entries,).
     """
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -337,7 +341,7 @@ class SparseOperator(Operator):
         coordinates, values = self.tensors
         shape = (len(x), len(x))
         matrix = torch.sparse_coo_tensor(coordinates, values, shape, check_invariants=False, is_coalesced=True)
-        # The kernel reads x row by row, which is slow unless rows are contiguous.
+        # The kernel reads x row by row, which is slow unless the rows are contiguous.
         product: Tensor = torch.sparse.mm(matrix, x.contiguous())
         return product
 
@@ -363,7 +367,7 @@ class Sparse(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, fraction: float) -> Sparse:
-        """Builds a sparse matrix from the entries of largest magnitude of a dense one.
+        """Builds a sparse matrix from the entries of largest magnitude in a dense matrix.
 
         Args:
             matrix: Square floating-point tensor, (n, n); only its lower triangle is read.
@@ -393,13 +397,16 @@ class Sparse(Matrix):
         return self._sparse_operator(dtype, device)
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Returns an operator that multiplies by a full (n, n) tensor. A sparse operator would need sorted entries."""
+        """Returns an operator that multiplies by a full (n, n) tensor; see `Matrix.unpacked`.
+
+        A sparse operator would need sorted entries.
+        """
         matrix = self._with_components(InMemoryTensors(**tensors), self.psd)
         matrix.skip_validation()
         return DenseOperator(matrix._full(dtype))
 
     def matmul(self, x: Tensor) -> Tensor:
-        """Returns M x. Fills in a dense matrix for this product if that is faster."""
+        """Returns M x. If it is faster, a dense matrix is filled in for this product."""
         width = x.shape[1]
         if self._resident is not None and self._resident.matches(x.dtype, x.device):
             return self._resident(x)
@@ -416,7 +423,7 @@ class Sparse(Matrix):
         return iter(())
 
     def row_index(self) -> Tensor:
-        """Returns the row of every entry."""
+        """Returns the row index of every entry."""
         return self._coordinates()[0]
 
     def violation(self) -> tuple[str, str] | None:
@@ -451,14 +458,14 @@ class Sparse(Matrix):
         return SparseOperator(coordinates[:, order], torch.cat([values, values[off_diagonal]])[order])
 
     def _coordinates(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        # Validate first: an index out of range may crash a kernel.
+        # Validate first, because an index out of range may crash a kernel.
         self.require_valid()
         rows, columns = (self.components[name].to(device).long() for name in ("rows", "columns"))
         return rows, columns
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Returns the indices of the `count` largest values in ascending order; ties are broken by the lower index."""
+    """Returns the indices of the `count` largest values, in ascending order. Lower indices win ties."""
     if not count:
         return torch.zeros(0, dtype=torch.int64, device=magnitudes.device)
     threshold = magnitudes.kthvalue(len(magnitudes) - count + 1).values
@@ -469,7 +476,7 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
 
 
 def _coordinates_of(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the rows and columns of entries of a packed triangle: index = row (row + 1) / 2 + column."""
+    """Returns the row and column of each entry in a packed triangle, where index = row (row + 1) / 2 + column."""
     # Exact in float64: 8 index + 1 is a perfect square at the start of a row, and indices are far below 2^53 / 8.
     rows = ((8 * indices.double() + 1).sqrt() - 1).div(2).floor().long()
     return rows, indices - rows * (rows + 1) // 2

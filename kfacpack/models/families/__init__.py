@@ -1,4 +1,4 @@
-"""Model families and the registry that loads a model by name. A new family needs one module and one entry here."""
+"""Model families, and the registry that loads a model by name. A new family needs one module and one entry here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAMILIES: dict[str, ModelFamily] = {
     family.prefix: family
     for family in (OpenClipFamily(), TimmFamily(), ClipFamily(), T5Family(), CausalLMFamily(), EncoderFamily())
 }
-"""Families by the prefix before the colon; names without a prefix belong to open_clip."""
+"""Families by the prefix before the colon. Names without a prefix are open_clip names."""
 FORMS = ", ".join([*EMBEDDED_MODELS, *(family.form for family in FAMILIES.values())])
 """Accepted forms of a model's name, for messages."""
 _EXPECTED = f"Expected {FORMS}. Run `kfacpack models` for a list"
@@ -104,15 +104,15 @@ def load_model(
             `"clip:NAME_OR_DIR"`, `"t5:NAME_OR_DIR"`, `"lm:NAME_OR_DIR"` or `"hf:NAME_OR_DIR"`.
         weights: A safetensors file to use instead of the published weights, or `"random"` to initialise from `seed`.
             Use `"./random"` for a file named random.
-        image_size: Side of the input images in pixels; the model's library resamples position embeddings.
+        image_size: Side length of the input images in pixels. Position embeddings are resampled for this size.
         dtype: Dtype of the module.
         device: Device of the module.
         seed: Seed of a random initialisation.
-        prompts: Prompt style of a language model: `"t5"` or `"flan"` for `t5:`, `"plain"` or `"chat"` for `lm:`. The
-            default is the style that the model was trained with.
-        loading: `"memory"` loads all weights. `"layers"` loads the weights of a layer when it is used, for
-            `kp.estimate_task(..., stream=True)` on `hf:` and `lm:` models that do not fit into memory. `"shapes"` loads
-            no weights, for forecasts.
+        prompts: Prompt style of a language model: `"t5"` or `"flan"` for `t5:`, `"plain"` or `"chat"` for `lm:`.
+            Defaults to the style that the model was trained with.
+        loading: `"memory"` loads all weights. `"layers"` loads the weights of a layer when the layer is used, for
+            `kp.estimate_task(..., stream=True)` with `hf:` and `lm:` models that do not fit into memory. `"shapes"`
+            loads no weights, for forecasts.
 
     Returns:
         The model, in eval mode.
@@ -143,7 +143,7 @@ def load_model(
 
 
 def resolve_model(model: Model | str) -> Model:
-    """Returns the model itself, or loads it if a name is given.
+    """Returns a model, which is loaded if its name is given.
 
     Raises:
         KfacpackError: If the argument is neither a `Model` nor a name, or the model cannot be loaded.

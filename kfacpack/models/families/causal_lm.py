@@ -1,12 +1,12 @@
-"""Causal language models of transformers, such as `lm:HuggingFaceTB/SmolLM2-135M` or `lm:DIR`.
+"""Causal language models from transformers, such as `lm:HuggingFaceTB/SmolLM2-135M` or `lm:DIR`.
 
 f is the final hidden state, after the last norm, at the positions that predict the answer. An example has
-one row of f for each of these positions. An answer is
+one row of f for each of these positions. The answer depends on the task:
 
-- one token after the prompt, for a task whose classes are all named by single tokens: one row per example;
-- every label word, for a task whose template names a class by several tokens: each example is a group of sequences,
-  the prompt followed by each label word, (N, K, length);
-- the completion, for data with the columns `prompt` and `completion`.
+- If every class is named by a single token, the answer is the token after the prompt: one row per example.
+- If the template names a class by several tokens, every label word is an answer. Each example is then a group of
+  sequences, in which the prompt is followed by one label word each, (N, K, length).
+- If the data has the columns `prompt` and `completion`, the answer is the completion.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kfacpack.models.prompts import CONFIG_KEY, PromptStyle, answers, label_word
 from kfacpack.tasks.task import COMPLETION_COLUMNS, Example
 
 EXPERTS = ("expert", "moe", "router")
-"""Substrings of the lower-case class names of mixture-of-experts modules."""
+"""Substrings of the lower-cased class names of mixture-of-experts modules."""
 
 
 class CausalLMFamily:
@@ -115,7 +115,7 @@ class CausalLMFamily:
 
 
 class AnswerTexts:
-    """Turns examples into sequences of tokens that end with an answer.
+    """A preprocessor that turns examples into token sequences that end with an answer.
 
     The prompt and the answer are tokenized separately, so that the tokens of an answer do not depend on the prompt.
 
@@ -131,15 +131,15 @@ class AnswerTexts:
         self.limit = limit
 
     def prepare(self, examples: Sequence[Example], task: str) -> dict[str, Tensor]:
-        """Returns `input_ids`, `attention_mask` and `answers`, which marks the positions that predict an answer.
+        """Returns `input_ids`, `attention_mask` and `answers`, a mask of the positions that predict an answer.
 
         Args:
             examples: Examples with the columns of the task.
             task: Name of the task.
 
         Raises:
-            KfacpackError: If a column of the template is missing, a prompt or completion is empty, or a completion is
-                too long for the model.
+            KfacpackError: If a column that the template uses is missing, a prompt or completion is empty, or a
+                completion is too long for the model.
         """
         columns = text_columns(examples, self._model, task)
         if set(columns) == set(COMPLETION_COLUMNS):
@@ -150,13 +150,13 @@ class AnswerTexts:
         rows = [self._prompt(text) for text in prompts(columns, task, self._style)]
         labels = self.answer_tokens(task)
         if labels is None:
-            # The token that follows the last position of the prompt is the answer, and is not needed as an input.
+            # The answer is the token after the prompt, which is not needed as an input.
             return self._padded([self._sequence(row, [0])[:2] for row in rows], included=0)
         batch = self._padded([self._sequence(row, list(tokens)) for row in rows for tokens in labels])
         return {key: tensor.unflatten(0, (len(rows), len(labels))) for key, tensor in batch.items()}
 
     def answer_tokens(self, task: str) -> tuple[tuple[int, ...], ...] | None:
-        """Returns the tokens of each answer of a task's template; None if every answer is a single token."""
+        """Returns the tokens of each answer in a task's template; None if every answer is a single token."""
         words = answers(task, self._style).values()
         tokens = tuple(tuple(self._tokenizer(word, add_special_tokens=False).input_ids) for word in words)
         return tokens if any(len(answer) > 1 for answer in tokens) else None
@@ -168,7 +168,7 @@ class AnswerTexts:
             return self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids  # type: ignore[no-any-return]
         tokens: list[int] = self._tokenizer(text, verbose=False).input_ids
         if tokens and tokens[-1] == self._tokenizer.eos_token_id != self._tokenizer.bos_token_id:
-            tokens = tokens[:-1]  # an end token that some tokenizers append
+            tokens = tokens[:-1]  # remove the end token that some tokenizers append
         start = self._tokenizer.bos_token_id if self._tokenizer.eos_token_id is None else self._tokenizer.eos_token_id
         return tokens or ([] if start is None else [start])
 
@@ -179,7 +179,7 @@ class AnswerTexts:
         return tokens if end is None or not tokens else [*tokens, end]
 
     def _sequence(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Returns the prompt and the answer. If they exceed the limit, the start of the prompt is removed."""
+        """Returns the prompt and the answer, without the start of the prompt if they exceed the limit together."""
         if not prompt or not answer:
             text = "" if not prompt else f" after the prompt {self._excerpt(prompt)}"
             part = "completion" if prompt else "prompt"
@@ -187,7 +187,7 @@ class AnswerTexts:
         if len(answer) >= self.limit:
             problem = f"the completion after {self._excerpt(prompt)} has {len(answer)} tokens, including the end token"
             remedy = (
-                f"expected at most {self.limit - 1}, so that a token of the prompt fits. Shorten it, or omit the row"
+                f"expected at most {self.limit - 1}, to leave room for the prompt. Shorten the completion or remove it"
             )
             raise KfacpackError(f"{self._model}: {problem}; {remedy}")
         return prompt[-(self.limit - len(answer)) :], answer
@@ -201,9 +201,9 @@ class AnswerTexts:
         """Pads sequences on the right to (N, length).
 
         Args:
-            sequences: Tokens of the prompt and of the answer.
-            included: Number of tokens of the answer to include; None for all. The last token predicts nothing, but is
-                the target of the position before it.
+            sequences: For each sequence, the tokens of the prompt and of the answer.
+            included: Number of tokens of the answer to include; None includes all. The last token predicts nothing, but
+                is the target of the position before it.
         """
         rows = [[*prompt, *answer[:included]] for prompt, answer in sequences]
         length = max(map(len, rows), default=0)
@@ -236,7 +236,7 @@ def _causal_class(config: Any, name: str) -> Any:
 
 
 def _require_dense_layers(module: nn.Module, name: str) -> None:
-    """Rejects mixtures of experts, which use different weights for different tokens."""
+    """Checks that a model is not a mixture of experts, which uses different weights for different tokens."""
     for path, child in module.named_modules():
         if any(part in type(child).__name__.lower() for part in EXPERTS):
             problem = f"lm:{name} is a mixture of experts: {path!r} is a {type(child).__name__}"

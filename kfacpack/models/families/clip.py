@@ -1,7 +1,7 @@
-"""CLIP models of transformers, such as `clip:openai/clip-vit-base-patch32` or `clip:DIR`.
+"""CLIP models from transformers, such as `clip:openai/clip-vit-base-patch32` or `clip:DIR`.
 
-f is the normalised image embedding, as in the open_clip family: the same weights give the same f. The vision tower's
-parameters are called `vision_model.*`, as in published state dicts of `CLIPVisionModel`.
+f is the normalised image embedding, which equals that of the open_clip family for the same weights. The names of the
+vision tower's parameters start with `vision_model.`, as in published state dicts of `CLIPVisionModel`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ VISION_CONFIG = "clip_vision_model"
 
 
 class ClipFamily:
-    """CLIP models of transformers: whole models, and vision towers with or without the projection."""
+    """CLIP models from transformers: whole models, and vision towers with or without the projection."""
 
     prefix = name = "clip"
     form = "clip:NAME_OR_DIR"
@@ -61,8 +61,8 @@ class ClipFamily:
     def load(self, request: ModelRequest) -> Model:
         """Loads a model.
 
-        If the weights lack the text tower, the model has no text head. A folder of `CLIPVisionModel` has no projection;
-        f is then the normalised pooled output of the tower, and the manifest says so.
+        If the weights lack the text tower, the model has no text head. A folder saved by `CLIPVisionModel` has no
+        projection; f is then the normalised pooled output of the vision tower, as the manifest records.
         """
         name, device, dtype = request.name, request.device, request.dtype
         (config,) = load_components(name, self.prefix, ("AutoConfig",), "config.json and model.safetensors")
@@ -129,11 +129,11 @@ class ImagePreprocessing(NamedTuple):
     """The image preprocessing that preprocessor_config.json defines."""
 
     resize: int | tuple[int, int]
-    """Length of the shorter edge after resizing, or height and width."""
+    """Length of the shorter edge after resizing, or (height, width)."""
     crop: int
-    """Side of the square that is cropped from the centre."""
+    """Side length of the square that is cropped from the centre."""
     resample: int
-    """Interpolation filter, as the number of a `PIL.Image.Resampling`."""
+    """Interpolation filter, as an integer value of `PIL.Image.Resampling`."""
     scale: float
     """Factor by which the pixel values are multiplied."""
     mean: tuple[float, ...]
@@ -146,7 +146,7 @@ class ImagePreprocessing(NamedTuple):
         return f"resize ({interpolation}, {size}), crop to {self.crop}x{self.crop}, {values}"
 
     def transform(self, image: Image.Image) -> Tensor:
-        """Returns the pixels of an RGB image, (3, crop, crop), as transformers' image processor computes them."""
+        """Returns the pixels that transformers' image processor computes for an RGB image, (3, crop, crop)."""
         width, height = image.size
         if isinstance(self.resize, int):
             short, long = min(width, height), max(width, height)
@@ -190,16 +190,16 @@ _DEFAULTS = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-"""Values of `CLIPImageProcessor` for keys that preprocessor_config.json lacks."""
+"""Values that `CLIPImageProcessor` uses for keys missing from preprocessor_config.json."""
 
 
 def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePreprocessing:
-    """Reads preprocessor_config.json. Without this file, the values of `CLIPImageProcessor` are used.
+    """Reads preprocessor_config.json. If this file is missing, the values of `CLIPImageProcessor` are used.
 
     Args:
         name: Folder or Hub repository.
-        own_size: Image size of the model's config.
-        image_size: Requested image size, to which the sizes in the file are scaled; None for the model's own.
+        own_size: Image size in the model's config.
+        image_size: Requested image size, to which the sizes in the file are scaled; None for the model's own size.
     """
     config = {**_DEFAULTS, **_preprocessor_config(name)}
     where = f"clip:{name}: preprocessor_config.json"
@@ -259,7 +259,7 @@ def _is_absent(repository: str, file: str) -> bool:
 
 
 def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[Any, frozenset[str]]:
-    """Loads the module for an image size; also returns the names of the parameters that the weights do not contain."""
+    """Returns the module for an image size, and the names of the parameters that the weights do not contain."""
     from transformers import CLIPModel, CLIPVisionModelWithProjection
 
     vision = _vision_config(config)
@@ -283,14 +283,14 @@ def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[A
 
 
 def _size_in_file(path: Path, vision: Any) -> int:
-    """Returns the image size of a weights file, from its position embedding; defaults to that of the config."""
+    """Returns the image size that the position embedding in a weights file implies, or else the size in the config."""
     tensors = Container(check_safetensors(path)).tensors
     spec = tensors.get(POSITIONS) or tensors.get(POSITIONS.partition(".")[2])
     return isqrt(spec.shape[0] - 1) * int(vision.patch_size) if spec else int(vision.image_size)
 
 
 def _resize(module: Any, image_size: int) -> Any:
-    """Returns the module for another image size; position embeddings are resampled as in open_clip."""
+    """Returns the module for another image size. Position embeddings are resampled as in open_clip."""
     config = copy.deepcopy(module.config)
     _vision_config(config).image_size = image_size
     state = module.state_dict()
@@ -317,12 +317,12 @@ def _tokenizer(name: str) -> Callable[[], Any]:
             try:
                 vocabulary = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
                 if len(vocabulary) <= len(vocabulary.all_special_tokens):
-                    # transformers 5 builds an empty tokenizer if there are no files.
+                    # transformers 5 builds an empty tokenizer if the tokenizer files are missing.
                     raise OSError("its vocabulary is missing")
                 return vocabulary
             except Exception as error:  # errors of the Hub, transformers and tokenizers have no common base class
                 problem = f"clip:{name}: the tokenizer cannot be loaded: {first_line(error)}"
-                remedy = "Use --head prototypes (head='prototypes'), which needs no tokenizer"
+                remedy = "Use --head prototypes (head or kind 'prototypes'), which needs no tokenizer"
                 raise KfacpackError(f"{problem}. {remedy}") from error
 
     return tokenizer

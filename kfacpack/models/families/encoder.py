@@ -27,12 +27,12 @@ from kfacpack.tasks.task import Example
 
 
 class EncoderFamily:
-    """Text encoders of transformers."""
+    """Text encoders from transformers."""
 
     prefix = name = "hf"
     form = "hf:NAME_OR_DIR"
     takes_folder = True
-    f = "the normalised mean over the tokens of a text encoder of transformers"
+    f = "the normalised mean over the tokens of a transformers text encoder"
     head = "prototypes"
     prompt_styles: tuple[PromptStyle, ...] = ()
 
@@ -53,11 +53,11 @@ class EncoderFamily:
             return normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
 
         def prepare(examples: Sequence[Example], task: str) -> dict[str, Tensor]:
-            """Tokenizes a sentence (one column) or a pair of sentences (two columns), in the input format of BERT."""
+            """Tokenizes sentences (one column) or pairs of sentences (two columns) in the input format of BERT."""
             columns = text_columns(examples, f"hf:{name}", task)
             if len(columns) > 2:
-                problem = f"expects one text or a pair of texts, but {task!r} has columns {', '.join(columns)}"
-                raise KfacpackError(f"hf:{name} {problem}; remove the others from the data")
+                problem = f"expects one text or a pair of texts, but {task!r} has the columns {', '.join(columns)}"
+                raise KfacpackError(f"hf:{name} {problem}; remove the other columns from the data")
             tokens = tokenizer(*columns.values(), padding=True, truncation=True, max_length=limit, return_tensors="pt")
             return dict(tokens)
 

@@ -1,4 +1,4 @@
-"""Models of open_clip, such as `ViT-B-32` or `ViT-B-16/laion2b_s34b_b88k`, and the embedded ones.
+"""Models from open_clip, such as `ViT-B-32` or `ViT-B-16/laion2b_s34b_b88k`, and the models embedded in kfacpack.
 
 f is the normalised image embedding.
 """
@@ -41,7 +41,7 @@ EMBEDDINGS = (
     "visual.trunk.patch_embed.*",
     "visual.trunk.pos_embed",
 )
-"""Patch and position embeddings of open_clip's own vision towers and of timm trunks."""
+"""Patch and position embeddings of open_clip's own vision towers and of vision towers from timm."""
 RESIZED = ("*positional_embedding", "*pos_embed")
 """Tensors that open_clip resamples if the image size changes."""
 DEFAULT_TAG = "openai"
@@ -52,7 +52,7 @@ _PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "fill_color")
 
 
 class OpenClipFamily:
-    """Models of open_clip and the embedded models."""
+    """Models from open_clip, and the models embedded in kfacpack."""
 
     prefix = ""
     name = "open_clip"
@@ -65,10 +65,10 @@ class OpenClipFamily:
     def load(self, request: ModelRequest) -> Model:
         """Loads a model.
 
-        A tag selects published weights, and the activation and preprocessing they were trained with; with a weights
-        file, it selects only the activation and the preprocessing. A file does not record its activation: `ViT-B-32`
-        with a file is the architecture as open_clip configures it, and `ViT-B-32/openai` with a file uses QuickGELU,
-        which OpenAI's weights need.
+        A tag selects published weights, and the activation and preprocessing with which they were trained. If a weights
+        file is given, the tag selects only the activation and the preprocessing, because files do not record the
+        activation: `ViT-B-32` with a file is the architecture as open_clip configures it, and `ViT-B-32/openai` with a
+        file uses QuickGELU, which OpenAI's weights need.
         """
         spec, weights, image_size, dtype, device, seed, *_ = request
         require("open_clip_torch")
@@ -88,7 +88,7 @@ class OpenClipFamily:
             return open_clip.create_model(
                 name,
                 pretrained=None if file is None else str(file),
-                # open_clip only warns if a tag needs QuickGELU and the name's config does not have it.
+                # open_clip only warns if a tag needs QuickGELU and the model config does not select it.
                 force_quick_gelu=pretrained.get("quick_gelu", False),
                 force_image_size=image_size,
                 force_preprocess_cfg=preprocessing,
@@ -145,7 +145,7 @@ class OpenClipFamily:
         )
 
     def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
-        """Yields the names whose weights are in a cached repository."""
+        """Yields the names of the models whose weights are in a cached repository."""
         make_torchvision_importable()
         import open_clip
 
@@ -160,9 +160,9 @@ class OpenClipConfig(NamedTuple):
     """The configuration that a model name selects."""
 
     name: str
-    """Name of open_clip's model config."""
+    """Name of the model config in open_clip."""
     pretrained: Mapping[str, Any]
-    """open_clip's registry entry of the weights: activation, preprocessing, location on the Hub."""
+    """Entry for the weights in open_clip's registry: activation, preprocessing and location on the Hub."""
     tokenizer: Mapping[str, Any]
     """Arguments for `open_clip.get_tokenizer`."""
     published: Callable[[], tuple[Path, str | None]]
@@ -193,7 +193,7 @@ def _name_and_tag(spec: str, needs_tag: bool) -> tuple[str, str | None]:
         raise unknown_model("open_clip", spec, names)
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag and not open_clip.is_pretrained_cfg(name, tag):
-        raise KfacpackError(f"unknown open_clip tag {tag!r} of {name}; its tags are {', '.join(tags) or 'none'}")
+        raise KfacpackError(f"unknown open_clip tag {tag!r} for {name}; available tags: {', '.join(tags) or 'none'}")
     if tag or not needs_tag:
         return name, tag or None
     if DEFAULT_TAG in tags:
@@ -207,7 +207,7 @@ def _name_and_tag(spec: str, needs_tag: bool) -> tuple[str, str | None]:
 
 
 def _download(pretrained: Mapping[str, Any], model: str) -> Path:
-    """Downloads the safetensors file of a tag; open_clip's own download may fall back to a pickle."""
+    """Downloads the safetensors file for a tag, because open_clip's own download may fall back to a pickle."""
     repository, filename = _hub_file(pretrained)
     if not repository:
         raise KfacpackError(f"{model} is not published as safetensors on the Hub. {LOCAL_WEIGHTS}")
@@ -215,7 +215,7 @@ def _download(pretrained: Mapping[str, Any], model: str) -> Path:
 
 
 def _hub_file(pretrained: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the Hub repository of a tag's weights (empty if there is none) and the name of the file."""
+    """Returns the Hub repository of a tag's weights (empty if there is none) and the name of the weights file."""
     repository, _, filename = pretrained.get("hf_hub", "").rpartition("/")
     return repository, filename or "open_clip_pytorch_model.bin"
 
@@ -228,7 +228,7 @@ def _build(build: Callable[[Path | None], Any], name: str) -> Any:
 
 
 def _build_from_file(build: Callable[[Path | None], Any], path: Path, name: str, resized: bool) -> Any:
-    """Builds the model with the weights of a file, which may lack the text tower."""
+    """Builds the model with the weights in a file, which may lack the text tower."""
     if _is_vision_only(path):
         return _load_vision_tower(_build(build, name), path, name)
     try:
@@ -240,7 +240,7 @@ def _build_from_file(build: Callable[[Path | None], Any], path: Path, name: str,
 
 @contextmanager
 def _resizable(path: Path) -> Iterator[Path]:
-    """Yields the file, or a float32 copy if it is in half precision, which torch cannot resample on a CPU."""
+    """Context manager that yields a file that torch can resample on a CPU: a float32 copy of a half-precision file."""
     if all(spec.dtype not in ("F16", "BF16") for spec in Container(path).tensors.values()):
         yield path
         return
@@ -287,7 +287,7 @@ def _text_encoder(
                 return open_clip.get_tokenizer(name, **options)
             except Exception as error:  # errors of the Hub, transformers and tokenizers have no common base class
                 problem = f"{name}: the tokenizer cannot be loaded: {first_line(error)}"
-                remedy = "Use --head prototypes (head='prototypes'), which needs no tokenizer"
+                remedy = "Use --head prototypes (head or kind 'prototypes'), which needs no tokenizer"
                 raise KfacpackError(f"{problem}. {remedy}") from error
 
     @torch.no_grad()
@@ -299,7 +299,7 @@ def _text_encoder(
 
 
 def _patterns_outside_vision(module: nn.Module) -> tuple[str, ...]:
-    """Returns patterns of all parameters outside the vision tower."""
+    """Returns patterns that match all parameters outside the vision tower."""
     tops = dict.fromkeys(name.partition(".")[::2] for name in module.state_dict() if not name.startswith("visual."))
     return tuple(dict.fromkeys(f"{top}.*" if rest else top for top, rest in tops))
 

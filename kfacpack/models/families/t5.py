@@ -1,4 +1,7 @@
-"""T5 models, such as `t5:google-t5/t5-base` or `t5:DIR`. f is the decoder's hidden state that predicts the label."""
+"""T5 models, such as `t5:google-t5/t5-base` or `t5:DIR`.
+
+f is the decoder's last hidden state at the position that predicts the label.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_he
 
 
 class T5Family:
-    """T5, T5 v1.1 and flan-T5 models of transformers."""
+    """T5, T5 v1.1 and flan-T5 models from transformers."""
 
     prefix = name = "t5"
     form = "t5:NAME_OR_DIR"
@@ -71,7 +74,7 @@ class T5Family:
 
         def output_layer() -> Tensor:
             """Returns the output layer. In T5 v1.0, it includes a factor by which the model scales f."""
-            # transformers before 5 has no separate attribute for this.
+            # Versions of transformers before 5 have no separate attribute for this factor.
             scales: bool = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
             weight: Tensor = module.lm_head.weight.detach()
             return weight * config.d_model**-0.5 if scales else weight

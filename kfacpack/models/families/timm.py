@@ -1,4 +1,4 @@
-"""Models of timm, such as `timm:vit_tiny_patch16_224`. f is the normalised vector of pooled features."""
+"""Models from timm, such as `timm:vit_tiny_patch16_224`. f is the normalised vector of pooled features."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESIZED = ("*pos_embed*",)
 
 
 class TimmFamily:
-    """Models of timm."""
+    """Models from timm."""
 
     prefix = name = "timm"
     form = "timm:NAME"
@@ -41,7 +41,7 @@ class TimmFamily:
     prompt_styles: tuple[PromptStyle, ...] = ()
 
     def load(self, request: ModelRequest) -> Model:
-        """Loads a model. The classifier in a weights file may differ from the published one, or be missing."""
+        """Loads a model. The classifier in a weights file may differ from the published one or be missing."""
         name, weights, image_size, dtype, device, seed, *_ = request
         require(extra="timm", feature=f"timm:{name}")
         with compiler_deferred():
@@ -93,7 +93,7 @@ class TimmFamily:
         )
 
     def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
-        """Yields the names whose weights are in a cached repository."""
+        """Yields the names of the models whose weights are in a cached repository."""
         make_torchvision_importable()
         import timm
 
@@ -105,7 +105,7 @@ class TimmFamily:
 
 
 def _pretrained_config(name: str) -> Any:
-    """Returns timm's config of a model's pretrained weights: input size, classifier, location on the Hub."""
+    """Returns timm's config for a model's pretrained weights: input size, classifier and location on the Hub."""
     import timm
 
     base, _, tag = name.partition(".")
@@ -113,7 +113,7 @@ def _pretrained_config(name: str) -> Any:
         raise unknown_model("timm", base, names)
     tags = [model.partition(".")[2] for model in timm.list_pretrained(f"{base}.*")]
     if tag and tag not in tags:
-        raise KfacpackError(f"unknown timm tag {tag!r} of {base}; its tags are {', '.join(tags) or 'none'}")
+        raise KfacpackError(f"unknown timm tag {tag!r} for {base}; available tags: {', '.join(tags) or 'none'}")
     return timm.get_pretrained_cfg(name)
 
 
@@ -123,7 +123,7 @@ def _classifiers(pretrained: Any) -> tuple[str, ...]:
 
 
 def _download(pretrained: Any, name: str) -> Path:
-    """Downloads the safetensors file of a model; timm's own download may fall back to a pickle."""
+    """Downloads the safetensors file of a model, because timm's own download may fall back to a pickle."""
     if not pretrained.hf_hub_id:
         raise KfacpackError(f"timm:{name} has no weights on the Hub. {LOCAL_WEIGHTS}")
     return download_weights(pretrained.hf_hub_id, _filename(pretrained), f"timm:{name}")
@@ -143,7 +143,7 @@ def _build(name: str, size: dict[str, Any], **options: Any) -> Any:
 
 
 def _build_from_file(name: str, path: Path, pretrained: Any, size: dict[str, Any]) -> Any:
-    """Builds the model with a file's weights; timm resamples the position embedding to the image size."""
+    """Builds the model with the weights in a file. timm resamples the position embedding to the image size."""
     import timm
 
     # The file may have a different classifier, or none. timm would drop it and then ignore every missing key, so the

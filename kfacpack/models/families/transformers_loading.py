@@ -67,7 +67,7 @@ def config_and_tokenizer(request: ModelRequest, prefix: str) -> tuple[Any, Any]:
         The config and the tokenizer.
 
     Raises:
-        KfacpackError: If they cannot be loaded, or an image size is requested.
+        KfacpackError: If the config or the tokenizer cannot be loaded, or an image size is requested.
     """
     name = request.name
     if request.image_size is not None:
@@ -83,14 +83,14 @@ def load_components(name: str, prefix: str, classes: tuple[str, ...], parts: str
     Args:
         name: A folder, or a Hub repository if there is no such folder.
         prefix: The family's prefix, for error messages.
-        classes: Names of the classes of transformers that load the components.
+        classes: Names of the transformers classes that load the components.
         parts: Description of the expected content of the folder, for error messages.
 
     Returns:
         The components in the order of `classes`.
 
     Raises:
-        KfacpackError: If they cannot be loaded.
+        KfacpackError: If a component cannot be loaded.
     """
     require("transformers", feature=f"{prefix}:{name}")
     looks_local = name.startswith((".", "/", "~"))
@@ -111,19 +111,19 @@ def load_components(name: str, prefix: str, classes: tuple[str, ...], parts: str
 def load_pretrained(
     model_class: Any, config: Any, request: ModelRequest, unused: tuple[str, ...] = ()
 ) -> tuple[Any, frozenset[str]]:
-    """Loads a model and checks that no weights are missing, as transformers would initialise missing ones randomly.
+    """Loads a model and checks that no weights are missing, because transformers would initialise them randomly.
 
     Args:
-        model_class: Class of transformers.
+        model_class: Model class from transformers.
         config: The model's config.
         request: Name, weights, dtype, device and seed of the model.
-        unused: Prefixes of parameters that f does not use and that may be missing.
+        unused: Name prefixes of parameters that f does not use and that may be missing.
 
     Returns:
         The module in eval mode on its device, and the names of the missing parameters.
 
     Raises:
-        KfacpackError: If the weights cannot be loaded, or some that f uses are missing.
+        KfacpackError: If the weights cannot be loaded, or weights that f uses are missing.
     """
     from safetensors.torch import load_file
 
@@ -145,7 +145,7 @@ def load_pretrained(
                 )
         except Exception as error:  # errors of the Hub, transformers and safetensors have no common base class
             if weights:
-                # A file does not contain tied weights, so only the tensors that it has can be compared.
+                # A file may omit tied weights, so only the tensors that it contains can be compared.
                 expected = {key: tensor for key, tensor in model_class(config).state_dict().items() if key in state}
                 raise weights_error(weights, name, error, lambda: expected) from error
             problem = f"{name}: the weights cannot be loaded as safetensors: {first_line(error)}"
@@ -160,20 +160,20 @@ def load_layerwise(
 ) -> tuple[Any, frozenset[str], UnloadedWeights | None]:
     """Loads a whole model, or a model without the weights of its layers, as `request.loading` specifies.
 
-    Random weights are initialised for the whole model, which is therefore loaded into memory.
+    Random weights can only be initialised for the whole model, which is then loaded into memory.
 
     Args:
-        model_class: Class of transformers.
+        model_class: Model class from transformers.
         config: The model's config.
         request: Name, weights, dtype, device and seed of the model.
-        unused: Prefixes of parameters that f does not use and that may be missing.
+        unused: Name prefixes of parameters that f does not use and that may be missing.
 
     Returns:
-        The module and the names of the missing parameters, as for `load_pretrained`, and a source of the weights of
-        layers that are not in memory; None if all weights are in memory.
+        The module in eval mode, the names of the missing parameters, and the source of the weights of layers that are
+        not in memory. The source is None if all weights are in memory.
 
     Raises:
-        KfacpackError: If the weights cannot be loaded, or some that f uses are missing.
+        KfacpackError: If the weights cannot be loaded, or weights that f uses are missing.
     """
     if request.loading == "memory" or (request.loading == "layers" and request.weights == "random"):
         return *load_pretrained(model_class, config, request, unused), None
@@ -189,7 +189,7 @@ def load_layerwise(
 
 
 def _weight_files(name: str) -> list[Path]:
-    """Returns the safetensors files of a folder, or of a Hub repository after downloading them if necessary."""
+    """Returns the safetensors files in a folder or in a Hub repository, which are downloaded if necessary."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -203,12 +203,16 @@ def _weight_files(name: str) -> list[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Returns all safetensors files of a folder; if it has an index, `model.safetensors` or else the listed files."""
+    """Returns the safetensors files in a folder.
+
+    If the folder has an index, these are `model.safetensors` if it exists, and otherwise the files that the index
+    lists.
+    """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     if single.is_file():
-        return [single]  # transformers ignores the index in this case
+        return [single]  # in this case, transformers ignores the index
     parts = parse_json(index, index.read_bytes(), "index").get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
         raise KfacpackError(f"{index}: expected the key 'weight_map' with a file name for every tensor")
@@ -221,7 +225,7 @@ def identity_fields(
     """Returns the fields of `Model` that do not depend on f: its identity, its module and its checkpoint.
 
     Args:
-        request: The request that the model was loaded for.
+        request: The request for which the model was loaded.
         family: Name of the family.
         config: The model's config.
         module: Module of the loaded model.
@@ -238,12 +242,12 @@ def identity_fields(
 
 
 def transformers_checkpoint(module: Any, tokenizer: Any, missing: frozenset[str]) -> CheckpointFolder:
-    """Returns a checkpoint with config, weights and tokenizer in transformers' layout.
+    """Returns a checkpoint with the config, weights and tokenizer of a model, in transformers' layout.
 
     Args:
         module: Module to save.
         tokenizer: Tokenizer to save.
-        missing: Names of parameters to leave out. They were missing when the model was loaded and have random values.
+        missing: Names of parameters to leave out. They were missing when the model was loaded, and have random values.
     """
 
     def fill(folder: Path) -> None:
@@ -258,7 +262,7 @@ def transformers_checkpoint(module: Any, tokenizer: Any, missing: frozenset[str]
 
 
 def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str, list[str]]:
-    """Collects the texts of N examples by column.
+    """Returns the texts of N examples by column.
 
     Args:
         examples: Examples with the same columns.
@@ -266,7 +270,7 @@ def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str
         task: Name of the task, for error messages.
 
     Returns:
-        N strings by column name.
+        For each column name, N strings.
 
     Raises:
         KfacpackError: If a column contains values that are not strings.
@@ -295,16 +299,16 @@ def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model:
     ids = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
     if without_token := [word for word, tokens in zip(words, ids, strict=True) if not tokens]:
         problem = f"{model} has no token for class {without_token[0]!r}"
-        raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes')")
+        raise KfacpackError(f"{problem}; use --head prototypes (head or kind 'prototypes')")
     return at_least_float32(output_layer[torch.tensor(ids, device=output_layer.device).squeeze(1)])
 
 
 def embedding_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the word, position and token type embeddings, excluding the norm that follows them."""
+    """Returns the names of the word, position and token type embeddings, without the norm that follows them."""
     return tuple(f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding))
 
 
 def max_length(tokenizer: Any, config: Any) -> int:
-    """Returns the maximum length of a text in tokens: the minimum of the model's, the tokenizer's and `MAX_TOKENS`."""
+    """Returns the maximum text length in tokens: the minimum of the model's limit, the tokenizer's and `MAX_TOKENS`."""
     positions = getattr(config, "max_position_embeddings", None) or MAX_TOKENS
     return int(min(MAX_TOKENS, tokenizer.model_max_length, positions))

@@ -28,7 +28,7 @@ METHODS: dict[str, type[MergeMethod]] = {
 
 
 def with_method_list(docstring: str) -> str:
-    """Replaces the line `{methods}` of a docstring with a list of all methods and their settings.
+    """Replaces the line `{methods}` in a docstring with a list of all methods and their settings.
 
     Args:
         docstring: A docstring that contains the line.

@@ -1,24 +1,24 @@
 """Methods that minimise the drift from each vector's own model: `curvature`, `regmean`, `fisher` and `actmat`.
 
-For each block, with G_t the curvature of task t and W_t the matrix of α_t τ_t, the merged matrix is
+In each block, let G_t be the curvature for task t and W_t the matrix of α_t τ_t. The merged matrix is
 
     argmin over W of  Σ_t w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖²,
 
 which `merging/solve.py` computes. The methods differ in G_t:
 
-- `curvature`: the G_t of the bundle, Σ B ⊗ A or a whole matrix.
-- `regmean` (Jin et al., 2023): I ⊗ A_t, from the inputs of the layer alone. As in the publication, the off-diagonal
+- `curvature`: G_t from the bundle, which is Σ B ⊗ A or a whole matrix.
+- `regmean` (Jin et al., 2023): I ⊗ A_t, computed only from the inputs of the layer. As in the paper, the off-diagonal
   entries of A_t are reduced. Blocks without A take the value of the prior.
 - `fisher` (Matena and Raffel, 2022): the diagonal of G_t.
-- `actmat`: I ⊗ W_tᵀ W_t, from the vectors alone, for parameters with two dimensions. All others have the value of the
-  prior.
+- `actmat`: I ⊗ W_tᵀ W_t, computed only from the vectors, for parameters with two dimensions. All other parameters take
+  the value of the prior.
 
-The prior W_0 determines the result in directions without curvature: there, `sum` is task arithmetic. All
-methods are linear in α.
+The prior W_0 determines the result in directions without curvature. With the prior `sum`, the result in these
+directions is that of task arithmetic. All methods are linear in α.
 
-For `curvature`, ε has a second part, κ v / ‖τ‖², where ‖τ‖² is the mean over the vectors and v the scale of f; κ v is a
-drift that hardly affects predictions. If the vectors change f a lot, this part is small compared with the curvature. If
-they change f little, there is little interference to remove, and the result is closer to the prior.
+For `curvature`, ε has a second part, κ v / ‖τ‖², where ‖τ‖² is averaged over the vectors and v is the scale of f. A
+drift of κ v hardly affects predictions. If the vectors change f substantially, this part is small compared with the
+curvature. If they change f only slightly, there is little interference to remove and the result is closer to the prior.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ CURVATURE_DAMPING, NEGLIGIBLE_DRIFT = 0.02, 0.004
 """Defaults of `curvature`, chosen on validation examples of six tasks of `tiny`, with seeds that no published result
 uses (docs/results)."""
 NEGLIGIBLE_DRIFT_HELP = (
-    "κ, a drift of f, relative to its scale, that hardly affects predictions. Adds κ/‖τ‖² to ε, so that vectors that "
-    "change f little are merged closer to the prior."
+    "κ, a drift of f (relative to the scale of f) that hardly affects predictions. Adds κ/‖τ‖² to ε, so that vectors "
+    "that change f only slightly are merged closer to the prior."
 )
 WEIGHTS = ("equal", "size")
 WEIGHTS_HELP = "Weights of the tasks: equal, or in proportion to the sizes of their datasets, with a mean of one."
@@ -63,7 +63,7 @@ ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 
 @dataclass(frozen=True)
 class BlockMethod(MergeMethod):
-    """Base class of the methods that solve for one block after the other."""
+    """Base class of methods that merge one block of parameters at a time."""
 
     scale = "α multiplies the result; α = 1 gives the minimum of the objective"
 
@@ -71,7 +71,7 @@ class BlockMethod(MergeMethod):
     prior: str = setting("sum", PRIOR_HELP, choices=PRIORS)
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Raises an error, because parameters are merged in blocks, by `solve`."""
+        """Raises an error, because `solve` merges parameters in blocks."""
         raise KfacpackError(f"{self.name}: merges blocks of parameters, not the single parameter {name!r}")
 
     def solve(
@@ -99,13 +99,13 @@ class BlockMethod(MergeMethod):
         return block_tasks(bundles, shapes, self.structure_of)
 
     def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
-        """Returns the G that the method uses in place of the bundle's G, or None if it does not use the block."""
+        """Returns the G that the method uses in place of the bundle's G, or None for a block without curvature."""
         return structure
 
 
 @dataclass(frozen=True)
 class CurvatureMethod(BlockMethod):
-    """The minimum of the summed drift in the metric of the bundles."""
+    """Curvature merging: minimises the summed drift, measured with the curvature in the bundles."""
 
     name = "curvature"
     help = "Minimises the drift from the outputs of each vector on its own task, as predicted by the bundles."
@@ -130,7 +130,7 @@ class CurvatureMethod(BlockMethod):
             return 0.0
         scale = scale_of_f([bundle.input for bundle in bundles])
         if not scale:
-            problem = "does not record the scale of f, which is not normalised"
+            problem = "does not record the scale of f, although f is not normalised"
             remedy = "Estimate it again, or pass --negligible-drift 0 (negligible_drift=0)"
             raise KfacpackError(f"{bundles[0].input.name}: {problem}. {remedy}")
         return self.negligible_drift * scale / norm
@@ -138,7 +138,7 @@ class CurvatureMethod(BlockMethod):
 
 @dataclass(frozen=True)
 class RegMeanMethod(BlockMethod):
-    """RegMean: the curvature of the inputs alone, I ⊗ A."""
+    """RegMean: merging with the curvature I ⊗ A, which uses only the layers' inputs."""
 
     name = "regmean"
     help = "Like curvature, but uses only the factors A of the inputs (RegMean)."
@@ -150,7 +150,7 @@ class RegMeanMethod(BlockMethod):
     )
 
     def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
-        """Returns Σ weight · I ⊗ A', where A' has smaller off-diagonal entries; None for a whole matrix."""
+        """Returns Σ weight · I ⊗ A', where A' has reduced off-diagonal entries, or None for a whole matrix."""
         import torch
 
         from kfacpack.curvature.blocks import Kronecker
@@ -167,7 +167,7 @@ class RegMeanMethod(BlockMethod):
 
 @dataclass(frozen=True)
 class FisherMethod(BlockMethod):
-    """Fisher merging: the diagonal of the curvature."""
+    """Fisher merging: merging with the diagonal of the curvature."""
 
     name = "fisher"
     help = "Like curvature, but uses only the diagonals of the curvatures (Fisher merging)."
@@ -192,10 +192,10 @@ class FisherMethod(BlockMethod):
 
 @dataclass(frozen=True)
 class ActMatMethod(BlockMethod):
-    """ACTMat: W_tᵀ W_t of the vectors in place of A, without bundles."""
+    """ACTMat: RegMean with W_tᵀ W_t, computed from the vectors, in place of A. Needs no bundles."""
 
     name = "actmat"
-    help = "Like regmean, but uses WᵀW of each vector's matrices W in place of A; needs no bundles (ACTMat)."
+    help = "Like regmean, but uses WᵀW for each vector's matrices W in place of A; needs no bundles (ACTMat)."
 
     def _tasks(
         self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], shapes: ParameterShapes
@@ -219,8 +219,8 @@ class ActMatMethod(BlockMethod):
 class RefineMethod(MergeMethod):
     """The settings of `kp.refine`, which reduces the effect of one vector on other tasks.
 
-    The result solves (G_own + λ Σ_others w G + ε) τ' = G_own τ + ε τ. The prior and the curvature of the vector's own
-    task draw the result towards τ; the curvature of the other tasks draws it towards zero.
+    The result solves (G_own + λ Σ_others w G + ε) τ' = G_own τ + ε τ. The prior and the curvature for the vector's own
+    task pull the result towards τ; the curvature for the other tasks pulls it towards zero.
     """
 
     name = "refine"
@@ -228,14 +228,14 @@ class RefineMethod(MergeMethod):
     scale = "α multiplies the result; α = 1 gives the minimum of the objective"
     needs_bundles = True
 
-    strength: float = setting(1.0, "Factor λ of the other tasks' curvature.", interval="[0, ∞)")
+    strength: float = setting(1.0, "Factor λ for the curvature of the other tasks.", interval="[0, ∞)")
     damping: float = setting(DAMPING, DAMPING_HELP, interval="(0, ∞)")
     task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
     tolerance: float = setting(TOLERANCE, TOLERANCE_HELP, interval="(0, 1)")
     iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Raises an error, because parameters are refined in blocks, by `solve`."""
+        """Raises an error, because `solve` refines parameters in blocks."""
         raise KfacpackError(f"{self.name}: refines blocks of parameters, not the single parameter {name!r}")
 
     def solve(
@@ -245,7 +245,7 @@ class RefineMethod(MergeMethod):
 
         Args:
             inputs: The vector, and the same vector with α = 0, which is the target for the other tasks.
-            bundles: The bundles of the vector, assigned to index 0, and those of the other tasks, assigned to index 1.
+            bundles: The bundles for the vector, assigned to index 0, and for the other tasks, assigned to index 1.
             on_progress: Called with the number of blocks done and their total.
         """
         from kfacpack.merging.solve import SolveSettings
@@ -263,7 +263,7 @@ def parameter_shapes(vector: MethodInput) -> dict[str, tuple[int, ...]]:
 
 
 def _shrink_off_diagonal(matrix: Matrix, share: float) -> Matrix:
-    """Returns a matrix whose off-diagonal entries are multiplied by 1 − share."""
+    """Returns the matrix with its off-diagonal entries multiplied by 1 − share."""
     import torch
 
     from kfacpack.curvature.matrices.dense import Dense
@@ -276,7 +276,7 @@ def _shrink_off_diagonal(matrix: Matrix, share: float) -> Matrix:
 
 
 def _own_curvature(vector: MethodInput, name: str) -> BlockStructure:
-    """Returns I ⊗ WᵀW for the matrix W of a vector, without its factor α."""
+    """Returns I ⊗ WᵀW for the matrix W in a vector, without the vector's factor α."""
     import torch
 
     from kfacpack.curvature.blocks import Kronecker

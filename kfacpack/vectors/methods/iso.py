@@ -1,10 +1,10 @@
-"""Methods on singular values: TSV-M, Iso-C and Iso-CTS. Matrices have shape (m, n), and r = min(m, n).
+"""Merge methods based on singular values: TSV-M, Iso-C and Iso-CTS. Matrices have shape (m, n), and r = min(m, n).
 
-TSV-M (Gargiulo et al., 2025) merges task singular vectors after making them orthogonal to each other. Of each task's
-matrix, the largest ⌊r / T⌋ singular values (at least one) and their vectors are kept. The left vectors of all tasks,
-side by side, are replaced by the nearest matrix with orthonormal columns, and so are the right vectors; the result is U
-diag(s) Vᵀ. Nothing is averaged: tasks whose singular vectors are orthogonal to each other are added unchanged, and a
-single vector is not changed.
+TSV-M (Gargiulo et al., 2025) merges task singular vectors after making them orthogonal to each other. For each task's
+matrix, the largest ⌊r / T⌋ singular values (at least one) and their vectors are kept. The left singular vectors of all
+tasks are concatenated and replaced by the nearest matrix U with orthonormal columns; the right singular vectors are
+likewise replaced by V. The result is U diag(s) Vᵀ. Nothing is averaged: tasks whose singular vectors are orthogonal to
+each other are added unchanged, and a single vector is not changed.
 
 The paper multiplies the result by α and finds that 1 works without validation data. As in the authors' code, only
 parameters with two dimensions are treated as matrices. All others (biases, norms, tokens, convolution kernels) are
@@ -13,11 +13,11 @@ summed here; the authors' code averages them, as does the setting `mean`.
 Isotropic merging (Marczak et al., 2025): Iso-C sums the matrices and replaces all singular values of the sum by their
 mean, which preserves the nuclear norm.
 
-Iso-CTS combines common and task-specific directions. The share `common` of the sum's singular vectors is kept, and the
-part of each task's matrix in the span U of the common left vectors is removed, leaving Δ_t − U Uᵀ Δ_t. The leading
-singular vectors of the remaining parts are added, equally many for each task, so that there are r in total. All are
-made orthogonal to each other, as in TSV-M, and each of their singular values is replaced by the mean of these values.
-For a single vector this is Iso-C.
+Iso-CTS combines common and task-specific directions. The share `common` of the sum's singular vectors is kept. The
+component of each task's matrix Δ_t in the span of the common left vectors U is removed, leaving Δ_t − U Uᵀ Δ_t. The
+leading singular vectors of these remainders are added, the same number for each task, so that there are r directions in
+total. All directions are made orthogonal to each other, as in TSV-M, and each of their singular values is replaced by
+the mean of these values. For a single vector, Iso-CTS equals Iso-C.
 
 The paper multiplies the result by α, chosen on validation data. Parameters that are not matrices are summed here; the
 authors' code averages them, as does the setting `mean`.
@@ -39,7 +39,7 @@ MEAN_HELP = "Average the parameters that are not matrices instead of summing the
 ROUNDING = 2.0**-23
 """Singular values below this share of the largest one are zero up to rounding in float32.
 
-Their vectors are arbitrary, so using them would add noise.
+The corresponding singular vectors are arbitrary, so using them would add noise.
 """
 
 
@@ -74,7 +74,7 @@ def decompose(matrix: Tensor, largest: Tensor | None = None) -> SingularVectors:
 
 
 def orthogonalize(columns: Tensor) -> Tensor:
-    """Returns the nearest matrix with orthonormal columns (Procrustes): P Qᵀ of the decomposition P D Qᵀ.
+    """Returns the nearest matrix with orthonormal columns (Procrustes): P Qᵀ for the decomposition P D Qᵀ.
 
     If the columns are linearly dependent, the nearest matrix is not unique. P Qᵀ is then truncated to the numerical
     rank, so that dependent columns share a direction.
@@ -129,7 +129,7 @@ class IsoMethod(MergeMethod):
     """Iso-C: the sum with a flat spectrum."""
 
     name = "iso"
-    help = "The sum with all singular values of each matrix replaced by their mean (Iso-C)."
+    help = "Sums the vectors and replaces all singular values of each matrix by their mean (Iso-C)."
     scale = SCALE
 
     mean: bool = setting(False, MEAN_HELP)
@@ -147,7 +147,7 @@ class IsoCtsMethod(MergeMethod):
     """Iso-CTS: a flat spectrum over common and task-specific directions."""
 
     name = "iso-cts"
-    help = "Like iso, but takes some of the directions from single tasks (Iso-CTS)."
+    help = "Like iso, but takes some of the directions from individual tasks (Iso-CTS)."
     scale = SCALE
 
     common: float = setting(
@@ -190,7 +190,7 @@ def split_rank(r: int, tasks: int, common: float) -> tuple[int, int]:
 
 
 def _task_specific(matrix: Tensor, common: SingularVectors) -> SingularVectors:
-    """Decomposes the part of a task's matrix outside of the common directions, ignoring rounding errors."""
+    """Decomposes the part of a task's matrix outside the span of the common directions, ignoring rounding errors."""
     import torch
 
     U = common.U.to(matrix.device)

@@ -1,12 +1,12 @@
-"""The base class of merge methods for task vectors, the declaration of their settings, and the sum.
+"""The base class of merge methods for task vectors, the declaration of their settings, and the `sum` method.
 
-A method merges T vectors, each multiplied by its α, into a vector on the scale of their sum, to be used at α = 1. No
-method averages unless its setting `mean` is true. A method is odd and homogeneous: multiplying every α by c
+A method merges T vectors, each multiplied by its α, into a vector on the scale of their sum, which is applied with
+α = 1. A method averages only if its setting `mean` is true. A method is odd and homogeneous: multiplying every α by c
 multiplies the result by c.
 
 A method is a dataclass; its fields are its settings, each declared by `setting`. The command line, plans and the
-documentation take names, defaults, ranges and help from these fields. The modules of methods import torch only when a
-method runs, because `kfacpack --help` imports them.
+documentation take the settings' names, defaults, ranges and help texts from these fields. The modules that define
+methods import torch only when a method runs, because `kfacpack --help` imports these modules.
 
 Task arithmetic (Ilharco et al., 2023) is the sum Σ α_t τ_t.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
     MergedParameter = Callable[[str], Tensor]
-    """Returns the merged change of the parameter with a given name."""
+    """Function that returns the merged change to the parameter with a given name."""
 
 
 class MethodInput(NamedTuple):
@@ -46,7 +46,7 @@ class MethodInput(NamedTuple):
         return self.alpha * self.tensors[name].double()
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Returns U (m, r) and V (r, n) with α τ = U V, reshaped to (shape[0], -1), or None if τ is not factored."""
+        """Returns factors U (m, r) and V (r, n) of α τ as a matrix (shape[0], -1), or None if τ is not factored."""
         pair = self.tensors.factors(name)
         if pair is None:
             return None
@@ -54,7 +54,7 @@ class MethodInput(NamedTuple):
         return (self.alpha * U.double(), V.double()) if self.alpha else (U[:, :0].double(), V[:0].double())
 
     def squared_norm(self) -> float:
-        """Returns ‖τ‖², which does not depend on α, without forming the product of factors."""
+        """Returns ‖τ‖², which does not depend on α, without multiplying the factors of a change."""
         total = 0.0
         for name in self.tensors:
             pair = self.tensors.factors(name)
@@ -70,11 +70,11 @@ class SolvedParameters(NamedTuple):
     """The result of a method that merges all parameters at once."""
 
     tensors: dict[str, Tensor]
-    """The merged change of each parameter in float32, except for those in `factors`."""
+    """The merged change to each parameter in float32, except for those in `factors`."""
     factors: dict[str, tuple[Tensor, Tensor]]
-    """U (m, r) and V (r, n) of the parameters whose change stays factored."""
+    """U (m, r) and V (r, n) for each parameter whose change remains factored."""
     blocks: tuple[SolvedBlock, ...]
-    """The report of each block."""
+    """A report on each block."""
 
 
 class DeclaredSetting(NamedTuple):
@@ -125,13 +125,13 @@ class MergeMethod(ABC):
 
     name: ClassVar[str]
     help: ClassVar[str]
-    """Description of the method in one line."""
+    """One-line description of the method."""
     scale: ClassVar[str]
-    """Meaning of α, and the value that the publication uses."""
+    """Meaning of α, and the value that the paper uses."""
     is_sum: ClassVar[bool] = False
     """Whether the method is the plain sum."""
     needs_bundles: ClassVar[bool] = False
-    """Whether the method needs the bundles of the vectors' tasks."""
+    """Whether the method needs bundles for the vectors' tasks."""
 
     def __post_init__(self) -> None:
         for declared in self.declared_settings():
@@ -147,7 +147,7 @@ class MergeMethod(ABC):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> MergeMethod:
-        """Creates the method from settings.
+        """Creates the method from a mapping of settings.
 
         Raises:
             KfacpackError: If a setting is unknown or invalid.
@@ -160,7 +160,7 @@ class MergeMethod(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings with their values."""
+        """Values of all settings by name."""
         return asdict(self)
 
     def begin(self, inputs: Sequence[MethodInput]) -> MergedParameter:
@@ -173,7 +173,7 @@ class MergeMethod(ABC):
 
         Args:
             inputs: The task vectors.
-            name: The parameter.
+            name: Name of the parameter.
 
         Returns:
             The merged change in float64.
@@ -186,7 +186,7 @@ class MergeMethod(ABC):
 
         Args:
             inputs: The task vectors.
-            bundles: The bundles and the vectors to which they belong; empty unless the method needs bundles.
+            bundles: The bundles and the vectors to which they are assigned; empty unless the method needs bundles.
             on_progress: Called with the number of blocks done and their total.
 
         Returns:
@@ -196,11 +196,11 @@ class MergeMethod(ABC):
 
 
 def weighted_sum(inputs: Sequence[MethodInput], name: str, *, mean: bool = False) -> Tensor:
-    """Sums one parameter over the vectors, with at most two tensors in memory.
+    """Sums the changes to one parameter over the vectors, with at most two tensors in memory.
 
     Args:
         inputs: T task vectors.
-        name: The parameter.
+        name: Name of the parameter.
         mean: Whether to divide the sum by T.
 
     Returns:

@@ -1,16 +1,17 @@
-"""Methods that leave out entries: TIES and DARE.
+"""Merge methods that drop entries: TIES and DARE.
 
-TIES (Yadav et al., 2023) trims, elects signs, and sums the entries that agree. For each vector, the share `keep` of its
-entries with the largest magnitudes is kept, counted over all its parameters together; ties with the smallest kept
-magnitude are kept as well. For each entry of the model, the sign of Σ α_t τ_t over the kept entries is elected; entries
-of that sign are summed and the others left out. If the sum is zero, no sign is elected and the result is zero.
+TIES (Yadav et al., 2023) trims the vectors, elects signs, and sums the entries that agree in sign. From each vector,
+the share `keep` of entries with the largest magnitudes is kept, counted over all of its parameters together; entries
+that tie with the smallest kept magnitude are kept as well. For each entry of the model, the sign of Σ α_t τ_t over the
+kept entries is elected; entries with that sign are summed, and the others are dropped. If the sum is zero, no sign is
+elected and the result is zero.
 
-The paper takes the mean of the entries that agree and multiplies it by λ (1 without validation data). Here it is their
-sum, so that vectors that do not overlap are added as in task arithmetic. With `mean`, the result is that of the paper
-and α is its λ.
+The paper takes the mean of the entries that agree and multiplies it by λ (1 without validation data). This
+implementation takes their sum, so that vectors that do not overlap are added as in task arithmetic. With `mean`, the
+result matches the paper, and α is the paper's λ.
 
 DARE (Yu et al., 2024) drops entries of each vector at random and rescales the others. Each entry is dropped with
-probability `drop` and the others are divided by 1 − drop, so that the expectation is τ; then the vectors are summed.
+probability `drop` and the others are divided by 1 − drop, so that the expected value is τ. The vectors are then summed.
 The choice of the dropped entries depends only on the seed, the digest of the vector and the name of the parameter, not
 on the other vectors or their order.
 """
@@ -31,22 +32,22 @@ if TYPE_CHECKING:
 
 
 _HALF = 16
-"""Number of bits of a magnitude that are counted at a time."""
+"""Number of bits of a magnitude that each counting pass covers."""
 
 
 @dataclass(frozen=True)
 class TiesMethod(MergeMethod):
-    """Sum of the largest entries that agree in sign."""
+    """TIES: sum of the largest entries that agree in sign."""
 
     name = "ties"
     help = "Keeps the largest entries, elects signs and sums the entries that agree."
     scale = (
         "α multiplies the sum of the entries that agree in sign; the paper multiplies their mean by λ, which is 1 "
-        "without validation data: with 'mean', α is that λ"
+        "without validation data; with 'mean', α is this λ"
     )
 
     keep: float = setting(
-        0.2, "Share of each vector's entries that is kept, the largest in magnitude; the paper's k.", interval="(0, 1]"
+        0.2, "Share of each vector's entries to keep, largest magnitudes first; the paper's k.", interval="(0, 1]"
     )
     mean: bool = setting(False, "Average the entries that agree in sign instead of summing them, as in the paper.")
 
@@ -66,7 +67,7 @@ class TiesMethod(MergeMethod):
     def _total(
         self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str, elected: Tensor | None = None
     ) -> Tensor:
-        """Sums the kept entries of all vectors; with elected signs, only those with the elected sign."""
+        """Sums the kept entries of all vectors; if `elected` is passed, only those with the elected sign."""
         import torch
 
         total, count = torch.zeros(()), torch.zeros(())
@@ -81,7 +82,7 @@ class TiesMethod(MergeMethod):
 
 
 def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
-    """Finds the smallest magnitude that is kept, exactly and over all parameters, reading one parameter at a time.
+    """Finds the exact smallest magnitude to keep over all parameters, reading one parameter at a time.
 
     Magnitudes in float32 have the same order as their bits read as integers. One pass counts the upper half of the
     bits; a second pass counts the lower half of the magnitudes that share the upper half of the threshold.
@@ -102,10 +103,10 @@ def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
 
 
 def _count_halves(tensors: Mapping[str, Tensor], upper: int | None = None) -> Tensor:
-    """Counts magnitudes by the upper half of their bits, or by the lower half of those with the given upper half.
+    """Counts magnitudes by the upper half of their bits or, for a given upper half, by the lower half.
 
     Returns:
-        Counts, of shape (2^16,).
+        The counts, of shape (2^16,).
     """
     import torch
 
@@ -131,7 +132,7 @@ def _nth_largest(counts: Tensor, n: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class DareMethod(MergeMethod):
-    """Sum of vectors with randomly dropped entries."""
+    """DARE: sum of vectors with randomly dropped entries."""
 
     name = "dare"
     help = "Drops entries at random, rescales the others and sums the vectors."
