@@ -22,9 +22,10 @@ def run() -> None:
 
 
 def _null_stream() -> TextIO:
-    """Returns a stream to the null device, as a replacement for a closed stdout or stderr.
+    """Returns a stream that writes to the null device, as a replacement for a closed stdout or stderr.
 
-    The stream keeps the file descriptor in use. Otherwise, the next file to be opened would get this descriptor.
+    It occupies the file descriptor of the closed stream. Otherwise, the next file to be opened would get this
+    descriptor and would receive what is written to stdout or stderr.
     """
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 

@@ -129,19 +129,22 @@ class VectorOutput(TypedDict):
 
 
 class SolvedBlockOutput(TypedDict):
-    """Report on one block, for merge methods that use curvature."""
+    """Report on one block that a merge method with curvature has computed.
+
+    In directions without curvature, the result is the prior of the method, for example the sum of the vectors.
+    """
 
     name: str
     curvature: bool
-    """Whether a bundle covers the block; if not, the block takes the value of the prior."""
+    """Whether a bundle covers the block. If not, the whole block is taken from the prior."""
     iterations: int
     """Number of iterations; 0 for a direct solution."""
     residual: float
-    """Relative residual of the linear system."""
+    """Norm of the residual of the linear system that is solved for the block, relative to its right-hand side."""
     before: float
-    """Value of the objective at the prior."""
+    """Value of the method's objective for the prior."""
     after: float
-    """Value of the objective at the result."""
+    """Value of the method's objective for the result."""
     repaired: bool
     """Whether negative eigenvalues of the block's matrices were set to zero."""
 
@@ -202,7 +205,7 @@ def write(
         print_line(f"wrote {output}: {', '.join(vector.tasks)}: {size}" if vector.tasks else f"wrote {output}: {size}")
         if method:
             print_solved(method)
-    # The saved vector is used, because the tensors of `tau` would be computed again.
+    # The saved vector is used, because `tau` may compute its tensors whenever they are read.
     saved = _save_model(model, vector, target.path, show=show, quiet=quiet) if model and target.path else None
     if show:
         print_next("eval", *model_arguments(vector.about.base), "--vector", output, *task_arguments(vector.tasks))
@@ -224,7 +227,7 @@ def write(
 
 
 def _load_base_model(tau: TaskVector, target: ModelOutput, *, show: bool) -> Model | None:
-    """Loads the model to save and checks that the vector matches the model."""
+    """Loads the model to save and checks that the vector matches it. Returns None if no model is to be saved."""
     if target.path is None:
         return None
     from kfacpack.curvature.matrices.components import TORCH_TYPES
@@ -272,7 +275,7 @@ def method_output(method: MethodEntry) -> MethodOutput:
 
 
 def print_solved(method: MethodEntry) -> None:
-    """Prints a summary of the per-block solutions of a merge method that uses curvature."""
+    """Prints a summary of the reports on the blocks that a merge method with curvature has computed."""
     if method.solved:
         before, after = method.objective
         print_line(
@@ -359,15 +362,15 @@ def add(
         None,
         "--alpha",
         metavar="α",
-        help="Factor α of the result; if repeated, one factor per vector, in order. The results of all methods have "
-        "the scale of the sum of the vectors, not the mean. [default: 1]",
+        help="Factor α of the result. If the option is repeated, each value is the factor of one vector, in order. At "
+        "α = 1, the result of every method has the scale of the sum of the vectors, not of their mean. [default: 1]",
     ),
     bundle: list[File] | None = option(
         METHOD_PANEL,
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="Bundle for the task of a vector; repeatable, in any order. Required by "
+        help="Bundle of a vector's task; repeatable, in any order. Required by "
         f"{', '.join(name for name, method in METHODS.items() if method.needs_bundles)}.",
     ),
     save_model: Path | None = SAVE_MODEL,
@@ -383,8 +386,8 @@ def add(
     The vectors must have the same base model, regime and output function f, and the same head for each task that they
     share. Methods that use bundles take one bundle per task, matched by base model, f and task.
 
-    Memory use does not grow with the number of vectors, except that tsv, iso and the methods that use bundles load one
-    layer of all vectors and bundles at a time.
+    For most methods, memory use does not depend on the number of vectors. The methods tsv and iso, and those that use
+    bundles, load one layer of all vectors and bundles at a time.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import add as add_vectors

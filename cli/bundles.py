@@ -38,7 +38,7 @@ COMPRESSION_PANEL = "Compression"
 
 
 class QuadraticErrorOutput(TypedDict):
-    """Relative errors of τᵀGτ."""
+    """Relative errors of τᵀGτ, the drift that the curvature G predicts for a task vector τ."""
 
     random: float
     """Root-mean-square error on random task vectors."""
@@ -97,7 +97,9 @@ def compress(
     spec: str | None = typer.Argument(
         None,
         metavar="CODEC",
-        help="Codec: block:K, svd:R, svd:P%, prune:P%, int8, fp16 or bf16. Join codecs with +, as in block:8+int8.",
+        help="How the matrices are compressed. block:K keeps K diagonal blocks. svd:R and svd:P% keep the largest R "
+        "or P% of the eigenvalues. prune:P% keeps the largest P% of the entries. int8, fp16 and bf16 are number "
+        "formats. Join codecs with +, as in block:8+int8.",
     ),
     output: Path | None = output_option("SMALL.kfac", None),
     budget: str | None = option(
@@ -105,11 +107,15 @@ def compress(
         None,
         "--budget",
         metavar="SIZE|P%",
-        help="Maximum file size, such as 70MB or 10% (of dense float32), instead of CODEC. The codec of each matrix is "
-        "then chosen to minimise the error.",
+        help="Maximum file size, such as 70MB, or 10% of the size as dense float32. It replaces CODEC: the codec of "
+        "each matrix is chosen to minimise the error.",
     ),
     vector: File | None = option(
-        RUN_PANEL, None, "--vector", metavar="FILE.safetensors", help="Also measure the error on this task vector."
+        RUN_PANEL,
+        None,
+        "--vector",
+        metavar="FILE.safetensors",
+        help="Also measure the error of τᵀGτ for this task vector τ.",
     ),
     blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the codec, size and errors of every block."),
     dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the size and the errors without writing a file."),
@@ -117,14 +123,15 @@ def compress(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Compress a bundle and report the approximation error of G and of τᵀGτ.
+    """Compress a bundle and report the error of its curvature G and of the drift τᵀGτ that G predicts for a vector τ.
 
-    The error of τᵀGτ is measured on random task vectors τ and on vectors along the curvature, τ ~ N(0, G), which are
-    closer to trained vectors; --vector adds the error on a given vector. The errors are recorded in the new bundle.
+    The error of τᵀGτ is measured on random task vectors and on vectors along the curvature. The latter are drawn from
+    N(0, G) and are closer to trained vectors. --vector adds the error on a given vector. The errors are recorded in the
+    new bundle.
 
-    A matrix that the codec would not make smaller is left unchanged. The codecs block and svd keep matrices positive
-    semi-definite, as do int8 after svd and, up to rounding, fp16 and bf16. Check the results of other codecs with
-    `kfacpack verify`.
+    A matrix that the codec would not make smaller is left unchanged. After block, svd or svd+int8, the matrices are
+    still positive semi-definite; after fp16 or bf16, they are so up to rounding errors. Check the results of other
+    codecs with `kfacpack verify`.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.compression.compress import choose_codecs, compress_with
@@ -205,11 +212,11 @@ def _quadratic_json(report: CompressionReport | BlockCompressionReport) -> Quadr
 
 
 def print_report(report: CompressionReport, heading: str, size: int) -> None:
-    """Prints a compression report: the ratio to dense float32, the errors, and the unchanged blocks.
+    """Prints a compression report: the size relative to dense float32, the errors, and the unchanged blocks.
 
     Args:
         report: The report.
-        heading: Text to print before the ratio.
+        heading: Text to print before the relative size.
         size: Size of the compressed file in bytes.
     """
     from kfacpack.compression.compression_report import relative_error
@@ -260,9 +267,9 @@ def merge(
         "tak",
         "--rule",
         metavar="RULE",
-        help="Merge rule. tak: one Kronecker product per block, as in the paper. optimal: the nearest sum of --rank "
-        "products. stack: the exact sum, with all terms. shards: the exact sum of estimates of one task on different "
-        "examples.",
+        help="Merge rule. tak: one Kronecker product per block, as in the paper. optimal: the sum of --rank Kronecker "
+        "products that is nearest to the exact result. stack: the exact result, which contains the products of all "
+        "bundles. shards: joins estimates of one task from different examples.",
     ),
     rank: int = option(
         MERGE_PANEL,
@@ -276,15 +283,15 @@ def merge(
         None,
         "--weights",
         metavar="W,W,...",
-        help="One weight per bundle; only their ratios matter. [default: the dataset sizes]",
+        help="One weight per bundle; only the ratios of the weights matter. [default: the dataset sizes]",
     ),
     without: list[str] | None = option(
         MERGE_PANEL,
         None,
         "--without",
         metavar="TASK",
-        help="Leave out this task; repeatable. If the task is part of a bundle merged with tak, the bundle of the task "
-        "itself must be among the inputs and is subtracted.",
+        help="Leave out this task; repeatable. If an input was merged with the rule tak and contains this task, the "
+        "bundle of this task alone must also be an input, and is subtracted.",
     ),
     allow_partial: bool = option(
         MERGE_PANEL,
@@ -297,9 +304,10 @@ def merge(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Merge bundles of several tasks into one that represents Σ w_t G_t, and report the approximation error.
+    """Merge bundles of several tasks into one, and report the approximation error.
 
-    By default, the weights w_t are the dataset sizes, scaled to a mean of one.
+    The result represents Σ w_t G_t, where G_t is the curvature of task t. By default, the weights w_t are the dataset
+    sizes, scaled to a mean of one.
 
     To reuse a bundle of all tasks for training on one of them, subtract the bundle of that task:
     kfacpack merge all.kfac dtd.kfac --without dtd -o others.kfac

@@ -148,7 +148,7 @@ class SpeedColumn(ProgressColumn):
 def _bar(
     name: str, *columns: ProgressColumn, show: bool, total: int | None = None, **fields: Any
 ) -> Iterator[Callable[..., None]]:
-    """Draws a progress bar with extra columns; yields a function that passes its arguments to `Progress.update`."""
+    """Draws a progress bar with extra columns; yields a function that forwards its arguments to `Progress.update`."""
     if not (show and err.is_terminal):
         # In rich 13.7, a disabled Progress prints an empty line.
         yield lambda **changes: None

@@ -85,14 +85,15 @@ def estimate(
         None,
         "--shard",
         metavar="K/N",
-        help="Use every N-th example, starting at the K-th; `kfacpack merge --rule shards` combines the shards.",
+        help="Use only a shard of the examples: every N-th one, starting at the K-th. `kfacpack merge --rule shards` "
+        "joins the bundles of all shards.",
     ),
     fisher: Fisher = option(
         ESTIMATE_PANEL,
         "mc",
         "--fisher",
-        help="How the Gauss-Newton matrix is estimated. mc: with random probes of f. exact: with all output dimensions "
-        "of f.",
+        help="How the Gauss-Newton matrix is estimated. mc: from gradients of f along random probes, which are "
+        "directions in its output space. exact: from the gradients of all output dimensions of f.",
     ),
     samples: int = option(ESTIMATE_PANEL, 1, "--samples", min=1, help="Number of probes per example with --fisher mc."),
     probe: Probe = option(
@@ -130,20 +131,21 @@ def estimate(
     ),
     seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Seed for the choice of examples and for the probes."),
     batch_size: int = option(RUN_PANEL, 32, "--batch-size", min=1, help="Number of examples per forward pass."),
-    offload: bool = option(RUN_PANEL, False, "--offload", help="Accumulate the factors on the CPU."),
+    offload: bool = option(RUN_PANEL, False, "--offload", help="Accumulate the factors in CPU memory."),
     stream: bool = option(
         RUN_PANEL,
         False,
         "--stream",
-        help="Estimate layer by layer, with the factors of only one layer in memory. For hf: and lm: models, only the "
-        "weights of this layer are in memory as well.",
+        help="Estimate layer by layer, with the factors of only one layer in memory at a time. For hf: and lm: models, "
+        "the weights of the other layers are not in memory either.",
     ),
     stream_folder: Path | None = option(
         RUN_PANEL,
         None,
         "--stream-folder",
         metavar="DIR",
-        help="Folder for the inputs and gradients of the layers, with --stream. [default: the folder of the output]",
+        help="Folder in which --stream stores the inputs and gradients of the layers. [default: the folder of the "
+        "output]",
     ),
     max_shard_size: str | None = MAX_SHARD_SIZE,
     resume: bool = RESUME,
@@ -158,7 +160,7 @@ def estimate(
         None,
         "--gpu",
         metavar="NAME",
-        help="With --stream --dry-run: forecast the time on this GPU, such as A100-80GB or H100-80GB.",
+        help="With --stream --dry-run: predict the time on this GPU, such as A100-80GB or H100-80GB.",
     ),
     as_json: bool = AS_JSON,
     workers: int | None = WORKERS,
@@ -174,7 +176,8 @@ def estimate(
     `torchrun --nproc-per-node 2 -m kfacpack_cli estimate …`
 
     With --stream, the factors of only one layer are in memory at a time; the result is the same. Intermediate files are
-    stored in a folder beside the output. An output named NAME.kfac.index.json is divided into several files.
+    stored in a folder beside the output. If the output is named NAME.kfac.index.json, the bundle is divided into
+    several files.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed

@@ -66,7 +66,7 @@ def read_individual(values: list[str], sets: Mapping[str, EvaluationSet]) -> dic
         For each task, the accuracy with its own vector, or the vector itself.
 
     Raises:
-        KfacpackError: If a value is invalid, is for a task that is not evaluated, or repeats a task.
+        KfacpackError: If a value is invalid or belongs to a task that is not evaluated, or if a task is given twice.
     """
     individual: dict[str, float | TaskVector] = {}
     for value in values:
@@ -128,7 +128,7 @@ def _accuracy(value: str, number: str) -> float:
 
 
 def _parse_share(text: str) -> float | None:
-    """Parses '0.95' or '95%'; returns None unless the share is above 0 and at most 1."""
+    """Parses a share such as '0.95' or '95%'. Returns None if it is invalid, not above 0, or above 1."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -170,7 +170,7 @@ def evaluate(
         None,
         "--alpha",
         metavar="α|α,α|FROM:TO:STEP",
-        help="Factor of the vector: a number, a comma-separated list, or a range that includes its end. "
+        help="Factor α of the vector: a number, a comma-separated list, or a range that includes its end. "
         "[default: 1; 0:2:0.1 with --choose; 0:1:0.05 with --control]",
     ),
     individual: list[str] | None = option(
@@ -192,15 +192,16 @@ def evaluate(
         None,
         "--control",
         metavar="TASK",
-        help="Subtract the vector instead of adding it. α is chosen on the validation split to minimise the accuracy "
-        "on the evaluated tasks while this control task keeps at least the share --keep of its accuracy.",
+        help="Subtract the vector instead of adding it, and use this task as the control. α is chosen on the "
+        "validation split: the accuracy on the evaluated tasks is minimised, provided that the accuracy on the control "
+        "task does not fall below the limit set by --keep.",
     ),
     keep: str | None = option(
         VECTOR_PANEL,
         None,
         "--keep",
         metavar="P%",
-        help="Share of its accuracy that the --control task must keep. [default: 95%]",
+        help="Minimum accuracy on the --control task, as a share of the accuracy without the vector. [default: 95%]",
     ),
     device: str = DEVICE,
     dtype: FloatType = DTYPE,

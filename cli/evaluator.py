@@ -176,7 +176,7 @@ class Evaluator:
     """Whether to draw progress bars."""
 
     def head(self, task: Task, vector: TaskVector | None) -> Head:
-        """Returns the head for a task. If `kind` is "auto", the head in the vector is used if there is one."""
+        """Returns the head for a task. With the kind "auto", the vector's own head for the task is preferred."""
         from kfacpack.evaluation.accuracy import vector_head
         from kfacpack.models.heads import head_for
 
@@ -191,7 +191,7 @@ class Evaluator:
         """Returns the accuracy of each task's own vector at α = 1, on the examples that are evaluated.
 
         Args:
-            individual: For each task, its vector or, if known, the accuracy with this vector.
+            individual: For each task, its own vector or, if it is already known, the accuracy with this vector.
             sets: Evaluation sets by task.
         """
 
@@ -283,7 +283,7 @@ class Evaluator:
             tasks: The tasks, with their heads and examples; the control task is the last one.
             vector: The task vector.
             alphas: Candidate values of α.
-            keep: Share of its accuracy that the control task must keep.
+            keep: Minimum accuracy on the control task, as a share of the accuracy without the vector.
         """
         from kfacpack.evaluation.sweep import negate
 

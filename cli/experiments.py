@@ -1,4 +1,4 @@
-"""`kfacpack run`: runs an experiment plan. `kfacpack report`: renders its results. `kfacpack demo`: runs an example."""
+"""`kfacpack run`: runs an experiment plan. `kfacpack report`: writes its report. `kfacpack demo`: runs an example."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def run(
         None,
         "--scale",
         metavar="NAME",
-        help="Override settings of the plan with this entry of its `scales`.",
+        help="Name of an entry in the plan's `scales`. The settings in this entry override those of the plan.",
     ),
     device: str = DEVICE,
     dry_run: bool = option(
@@ -117,8 +117,8 @@ def run(
         None,
         "--ray",
         metavar="[ADDRESS]",
-        help="Compute the stages on a Ray cluster. Without ADDRESS, the running cluster is used, or a new one is "
-        "started on this machine.",
+        help="Compute the stages on a Ray cluster. Without ADDRESS, a running cluster is used if there is one; "
+        "otherwise, a new one is started on this machine.",
     ),
     events: bool = EVENTS,
     workers: int | None = WORKERS,
@@ -178,7 +178,7 @@ def execute_run(plan: Plan, text: str, root: Path, options: Execution) -> None:
     """
     start = time.perf_counter()
     if not options.dry_run:
-        # Missing packages are reported here, because the report is only written after all stages.
+        # Missing packages are reported now and not when the report is written, which is after all stages.
         require(extra="report", feature="the report of a run")
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation.distributed import local_device
@@ -194,7 +194,7 @@ def execute_run(plan: Plan, text: str, root: Path, options: Execution) -> None:
 
 
 def _execute(planned: Run, start: float, options: Execution) -> None:
-    """Executes a checked plan; `start` is the time at which the command started."""
+    """Executes a plan that has been checked and prints the results; `start` is the time when the command started."""
     as_json, quiet, is_demo = options.as_json, options.quiet, options.is_demo
     plan, root, show = planned.plan, planned.root, not (quiet or as_json)
     for task in () if quiet else plan.tasks:
@@ -297,7 +297,7 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
 
 
 def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool) -> None:
-    """Checks a plan without weights and data, and prints the result."""
+    """Checks a plan without weights and data, and prints the predicted file sizes and hours on a GPU."""
     from kfacpack.estimation.forecast import EFFICIENCY
     from kfacpack.experiments.offline_check import check_offline
 
@@ -319,7 +319,7 @@ def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool)
 
 
 def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -> None:
-    """Prints the summary of a run, one row per arm and method.
+    """Prints the summary of a run, with one row per arm (way of training) and merge method.
 
     Args:
         results: The content of `results.json`.

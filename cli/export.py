@@ -61,7 +61,10 @@ class ExportOutput(TypedDict):
 
 
 class AdapterMatrixOutput(TypedDict):
-    """A weight matrix of an adapter."""
+    """A weight matrix of an adapter, and its approximation errors.
+
+    The metric of a bundle with the curvature G is the norm whose square is τᵀGτ.
+    """
 
     parameter: str
     rank: int
@@ -70,9 +73,9 @@ class AdapterMatrixOutput(TypedDict):
     error: float
     """Relative error in the Frobenius norm."""
     metric_error: float | None
-    """Relative error in the metric of the bundle; null without `--bundle`."""
+    """Relative error in the metric of the bundle; null without `--bundle` or if this norm of the matrix is zero."""
     svd_metric_error: float | None
-    """The same error for the truncated SVD of the matrix; null without `--bundle`."""
+    """Relative error of the matrix's truncated SVD in the metric of the bundle; null in the same cases."""
 
 
 class LostParameterOutput(TypedDict):
@@ -83,7 +86,7 @@ class LostParameterOutput(TypedDict):
     share: float
     """The parameter's share of the squared norm of the vector."""
     metric_share: float | None
-    """τᵀGτ of this parameter alone, relative to that of the whole vector; null without `--bundle`."""
+    """τᵀGτ for this parameter alone, relative to τᵀGτ for the whole vector; null without `--bundle`."""
 
 
 class AdapterOutput(TypedDict):
@@ -120,7 +123,8 @@ def export(
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="Approximate each matrix in the metric of this bundle. [default: truncated SVD]",
+        help="Approximate each matrix such that its error in the metric τᵀGτ of this bundle is small. [default: "
+        "truncated SVD]",
     ),
     model: str | None = option(
         ADAPTER_PANEL,
@@ -139,7 +143,8 @@ def export(
     parameters form the matrix that the factors act on, how the factors are scaled, and how to apply them.
 
     For a task vector, --lora RANK writes a folder that peft.PeftModel.from_pretrained loads onto the base model. An
-    adapter cannot contain biases, norms, tokens or embeddings; these are listed with their share of the vector.
+    adapter cannot contain biases, norms, tokens or embeddings. These are listed with their share of the squared norm of
+    the vector.
     """
     is_vector = VECTOR.manifest in open_container(file).metadata
     check_output(output, [file, *([bundle] if bundle else [])], allow_folder=is_vector)
@@ -281,9 +286,9 @@ class ImportOutput(TypedDict):
     """Number of parameters that the bundle covers."""
     examples: int
     positions: int
-    """Number of positions per example in layers that process every token."""
+    """Number of positions (tokens) per example in the layers that process every token."""
     weights_compared: bool
-    """Whether the files contain enough information to verify that the factors were computed at the model's weights."""
+    """Whether the factors could be compared with the model's weights. Not all files contain the data for this."""
     left_out: list[LeftOutOutput]
 
 
@@ -316,7 +321,8 @@ def import_(
         FACTORS_PANEL,
         "mc",
         "--fisher",
-        help="How the factors were estimated. mc: with random probes of f. exact: with all output dimensions of f.",
+        help="How the factors were estimated. mc: from gradients of f along random probes, which are directions in its "
+        "output space. exact: from the gradients of all output dimensions of f.",
     ),
     samples: int | None = option(
         FACTORS_PANEL,
@@ -332,16 +338,16 @@ def import_(
         "--dataset-size",
         min=1,
         metavar="N",
-        help="Size of the whole dataset. `kfacpack merge` uses it as the weight of the bundle.",
+        help="Number of examples in the whole dataset. `kfacpack merge` uses it as the weight of the bundle.",
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Convert published factors, stored as pickles, to a bundle.
 
-    The pickles are read in a separate process that has limited memory and time and can only build tensors. --model is
-    the model for which the factors were computed; its weights are checked against the factors. From the Hub, only the
-    five files of one task are downloaded.
+    The pickles are read in a separate process that has limited memory and time and can only create tensors. --model is
+    the model for which the factors were computed; the factors are compared with its weights. From the Hub, only the
+    five files of one task are downloaded. Example:
 
     kfacpack import mammoth hf://aimagelab-ta/TAK/vitb16/fisher_8vision/kfac/mc_full --model ViT-B-16/openai --task dtd
     --samples 1 -o dtd.kfac

@@ -56,7 +56,7 @@ class PushedFileOutput(ArtifactOutput):
     """A file that was passed to `kfacpack push`."""
 
     sent: bool
-    """Whether the file was uploaded, or would be without `--dry-run`; false if the repository already has the file."""
+    """Whether the file was or, with `--dry-run`, would be uploaded; false if the repository already has the file."""
 
 
 class PulledFileOutput(ArtifactOutput):
@@ -124,7 +124,7 @@ def push(
     files: list[str] = typer.Argument(
         ..., metavar="FILE... OWNER/REPO", help="Bundles and task vectors, then the repository."
     ),
-    private: bool = option(REPOSITORY_PANEL, False, "--private", help="Make the repository private if it is new."),
+    private: bool = option(REPOSITORY_PANEL, False, "--private", help="If the repository is new, make it private."),
     revision: str | None = option(
         REPOSITORY_PANEL,
         None,
@@ -139,14 +139,14 @@ def push(
         None,
         "--license",
         metavar="ID",
-        help="License of the files, as a Hub identifier such as apache-2.0 or mit.",
+        help="License of the files, in the notation of the Hub, such as apache-2.0 or mit.",
     ),
     base_model: str | None = option(
         CARD_PANEL,
         None,
         "--base-model",
         metavar="OWNER/REPO",
-        help="Base model on the Hub, if it cannot be derived from the files.",
+        help="Base model on the Hub, for the card. Needed only if it cannot be derived from the files.",
     ),
     dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the files and the card without uploading them."),
     as_json: bool = AS_JSON,
@@ -247,7 +247,7 @@ def pull(
         None, metavar="FILE...", help="Files of the repository to download; by default, all bundles and task vectors."
     ),
     output: Path | None = output_option("DIR|FILE", None, "Output folder or file. [default: the current folder]"),
-    force: bool = option(RUN_PANEL, False, "--force", help="Overwrite existing files that differ."),
+    force: bool = option(RUN_PANEL, False, "--force", help="Overwrite local files that differ from those on the Hub."),
     listing: bool = option(
         RUN_PANEL, False, "--list", help="List the files of the repository without downloading them."
     ),
@@ -316,11 +316,15 @@ def search(
         None,
         "--base-model",
         metavar="MODEL",
-        help="Base model: a model name, as passed to --model, or a model id on the Hub.",
+        help="List only repositories for this base model: a name, as passed to --model, or a model id on the Hub.",
     ),
-    task: str | None = option(FILTER_PANEL, None, "--task", metavar="TASK", help="Name of a task."),
-    author: str | None = option(FILTER_PANEL, None, "--author", metavar="NAME", help="User or organisation."),
-    limit: int = option(FILTER_PANEL, 20, "--limit", min=1, help="Maximum number of repositories."),
+    task: str | None = option(
+        FILTER_PANEL, None, "--task", metavar="TASK", help="List only repositories for this task."
+    ),
+    author: str | None = option(
+        FILTER_PANEL, None, "--author", metavar="NAME", help="List only repositories of this user or organisation."
+    ),
+    limit: int = option(FILTER_PANEL, 20, "--limit", min=1, help="Maximum number of repositories to list."),
     as_json: bool = AS_JSON,
 ) -> None:
     """List the bundles and task vectors in repositories on the Hub."""

@@ -57,7 +57,7 @@ def inspect(
         RUN_PANEL,
         False,
         "--norms",
-        help="For a task vector, also read the tensors and show the norm of each parameter's change.",
+        help="For a task vector, also read the tensors and show the norm of the change to each parameter.",
     ),
     as_json: bool = AS_JSON,
 ) -> None:
@@ -111,7 +111,8 @@ class VectorParameterOutput(TypedDict):
     rank: int | None
     """Rank of the factors; 0 if the parameter does not change, null for a dense or sparse change."""
     remainder: int | None
-    """Number of elements that need a float64 remainder to make extracted checkpoints exact; null if there are none."""
+    """Number of elements with a float64 remainder, without which the sum with the base model would not restore the
+    checkpoint exactly; null if there are none."""
     entries: int | None
     """Number of elements of a sparse change; null for other forms."""
     bytes: int
@@ -414,10 +415,10 @@ def verify(
 
 
 class BaseModels:
-    """The weights that bundles are compared with: a file, or a model loaded in the dtype of each bundle.
+    """The weights that bundles are compared with: a file, or a model, which is loaded in the dtype of each bundle.
 
     Args:
-        model: Name of a model or path of a safetensors file; None if the weights are not compared.
+        model: Name of a model or path of a safetensors file, or None if the weights are not to be compared.
         weights: The value of --weights.
         image_size: The value of --image-size.
 
@@ -433,7 +434,7 @@ class BaseModels:
             weights_of_file(model)  # so that a damaged file is reported before any bundle is checked
 
     def load_for(self, manifest: Manifest) -> str | nn.Module | None:
-        """Returns the file or module to compare a bundle with; None if the weights are not compared."""
+        """Returns the file or module to compare a bundle with, or None if --model was not given."""
         if self._model is None or self._is_file:
             return self._model
         dtype: FloatType = (manifest.estimate and manifest.estimate.model_dtype) or "float32"

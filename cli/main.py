@@ -45,7 +45,7 @@ class PlainHelp:
     """Mixin that omits the value type of flags from the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the parameters of the command, without metavars for flags."""
+        """Returns the parameters of the command, without the metavars (placeholders for values) of flags."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -86,7 +86,7 @@ def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
 
 
 WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-"""Error numbers of write failures, for exceptions without a file name."""
+"""Values of `errno` that mean that a write failed. They are used if an exception does not contain a file name."""
 
 
 class CommandGroup(PlainHelp, TyperGroup):
@@ -193,8 +193,8 @@ for panel, commands in COMMANDS.items():
 class _OutputDescriptor(io.FileIO):
     """Unbuffered stdout or stderr that ends the command if a write fails.
 
-    The default action of SIGPIPE is not used, because it would also end the process, without a message, when a server
-    or a worker process closes its connection.
+    The default action of SIGPIPE would also end the command if a reader closes stdout. It is not used, because it would
+    also end the process, without a message, if a server or a worker process closes a connection.
     """
 
     def write(self, data: Any) -> int:
@@ -207,7 +207,8 @@ class _OutputDescriptor(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # Python flushes the stream again at exit
+            # Python flushes the stream again at exit, which must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             if isinstance(error, BrokenPipeError):
                 raise SystemExit(128 + signal.SIGPIPE) from None
             show_error(f"could not write the output: {error.strerror}")

@@ -118,14 +118,14 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
     for block in result["blocks"][:TOP_BLOCKS]:
         yield Text(f"{block['share']:6.1%}  {printable(block['block'])}")
     yield Text(
-        f"largest shares of {len(result['blocks'])} blocks in the drift on other tasks; --json lists all of them",
+        f"blocks with the largest shares of the drift on other tasks; --json lists all {len(result['blocks'])} blocks",
         style="dim",
     )
     yield from _ranked_pairs(result)
 
 
 def _ranked_pairs(result: dict[str, Any]) -> Iterator[Table | Text]:
-    """Yields a table of pairs of a vector and another task, sorted by `aligned` in descending order.
+    """Yields a table of pairs of a vector and another task, in descending order of `aligned` (see `InterferencePair`).
 
     The table contains all pairs whose drift was measured or, if there are none, the first `TOP_PAIRS` pairs.
     """
@@ -139,7 +139,11 @@ def _ranked_pairs(result: dict[str, Any]) -> Iterator[Table | Text]:
     if others:
         yield Text()
         yield table
-        yield Text("sorted by `aligned`, (Σ √q)², the drift if all blocks changed f in the same direction", style="dim")
+        yield Text(
+            "sorted by `aligned`, the drift if all blocks changed f in the same direction: (Σ √q)², where q is the "
+            "drift of one block",
+            style="dim",
+        )
     if result["spearman"] is not None and result["spearman_aligned"] is not None:
         yield Text(
             f"Spearman rank correlation with measured drift on other tasks ({len(measured)} pairs): "
@@ -152,7 +156,13 @@ def _format_interference(pair: dict[str, Any]) -> Text:
 
 
 def _main_sources(pairs: list[dict[str, Any]]) -> Text:
-    """Returns the vector with the largest `aligned` drift on a task, and the block with the largest drift."""
+    """Returns the names of a vector and a block, which contribute most to the drift on a task.
+
+    The vector is the one with the largest `aligned` drift. The block is the one with the largest share of its drift.
+
+    Args:
+        pairs: The drift on the task, for each vector of another task.
+    """
     if not pairs:
         return Text()
     pair = max(pairs, key=lambda pair: pair["aligned"])
@@ -183,7 +193,7 @@ ALPHAS = "-1:2:0.25"
 LAYER_EXAMPLES = 64
 TOP_BLOCKS = 5
 TOP_PAIRS = 5
-"""Number of pairs that `kfacpack measure interference` lists if no drift is measured."""
+"""Number of pairs of a vector and a task that `kfacpack measure interference` lists if no drift is measured."""
 OWN_FORMATS = ("own", ".3g"), ("relative", ".2f")
 
 
@@ -199,8 +209,8 @@ def measure(
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="drift: bundle of a task whose drift is predicted and measured; repeatable. interference: bundle of a "
-        "task, or a merged bundle; repeatable. spectra: the bundle to analyse.",
+        help="drift: bundle of a task, on which the drift is predicted and measured; repeatable. interference: bundle "
+        "of a task, or a merged bundle; repeatable. spectra: the bundle to analyse.",
     ),
     alpha: str | None = option(
         MEASUREMENT_PANEL,
@@ -222,8 +232,8 @@ def measure(
         MEASUREMENT_PANEL,
         False,
         "--measured",
-        help="interference: also measure the drift on examples of every task, and compare it with the prediction. "
-        "Without this option, the drift is measured only on tasks with --data.",
+        help="interference: measure the drift on examples of every task that has a bundle of its own, and compare it "
+        "with the prediction. Without this option, this is only done for tasks with --data.",
     ),
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
@@ -254,8 +264,8 @@ def measure(
 ) -> None:
     """Measure how task vectors affect each other's tasks, or how well a bundle predicts the effect.
 
-    disentanglement: the share of predictions on the tasks of two vectors that change when the other vector is added,
-    for every pair of values of α.
+    disentanglement: for two vectors, the share of predictions on the task of one vector that change when the other
+    vector is added as well, summed over the two tasks. It is computed for every pair of values of α.
 
     localisation: the change in the output f that each vector causes on its own task and on other tasks, and how well
     this change separates the tasks (AUROC).
@@ -370,7 +380,7 @@ def _load_vectors(files: list[File]) -> dict[str, TaskVector]:
 
 
 def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvature]:
-    """Returns the curvatures by task. Merged bundles, if allowed, have the name of their file without the suffix."""
+    """Returns the curvatures by name, which is the task or, for a merged bundle, the file name without its suffix."""
     from kfacpack.curvature.curvature import load
 
     curvatures: dict[str, Curvature] = {}
@@ -388,9 +398,10 @@ def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvatu
 
 
 def _measured_tasks(curvatures: Mapping[str, Curvature], data: Sequence[str], *, measured: bool) -> list[str]:
-    """Returns the tasks whose drift is measured.
+    """Returns the tasks on which `kfacpack measure interference` measures the drift.
 
-    These are the tasks with an unmerged bundle: all of them if `measured`, otherwise those with --data.
+    With `measured`, these are all tasks that have a bundle of their own. Otherwise, only those that are named in `data`
+    (the values of --data) are returned.
     """
     tasks = [name for name, curvature in curvatures.items() if curvature.about.source]
     if measured and not tasks:

@@ -47,7 +47,7 @@ def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any
 
 
 IMPLIED_VALUES = {"--ray": "auto"}
-"""Options whose value may be omitted, with the values that are used in this case."""
+"""Options that may be given without a value, with the values that are used in this case."""
 PLAN_SUFFIXES = (".yaml", ".yml")
 """File extensions of plans. An argument with such an extension is the plan, even if it follows one of these options."""
 
@@ -129,9 +129,9 @@ HEAD = option(
     MODEL_PANEL,
     "auto",
     "--head",
-    help="Classification head. text: embeddings of the class names. words: predictions of the class names as next "
-    "words (t5:, lm:). prototypes: class means of the training examples. auto: the first of these that the model "
-    "supports.",
+    help="How classes are predicted from the model output f. text: from the embeddings of the class names. words: from "
+    "the logits of the class names as the next word (t5:, lm:). prototypes: from the mean of f over the training "
+    "examples of each class. auto: the first of these that the model supports.",
 )
 TASK_HELP = "Task name, as listed by `kfacpack tasks`, or any name with --data"
 TASK = option(DATA_PANEL, ..., "--task", metavar="TASK", help=f"{TASK_HELP}.")
@@ -148,7 +148,8 @@ COLUMNS = option(
     None,
     "--columns",
     metavar="KEY=COLUMN,…",
-    help="Columns of --data, such as image=IMG,label=Y or premise=A,hypothesis=B,label=Y. [default: detected]",
+    help="Columns of --data, such as image=IMG,label=Y or premise=A,hypothesis=B,label=Y. [default: chosen by name or "
+    "type]",
 )
 BATCH_SIZE = option(RUN_PANEL, 64, "--batch-size", min=1, metavar="N", help="Number of examples per forward pass.")
 WORKERS = option(
@@ -157,7 +158,7 @@ WORKERS = option(
     "--workers",
     min=0,
     metavar="N",
-    help="Number of processes that load and transform examples. [default: up to 4 for image files]",
+    help="Number of processes that load and transform examples. [default: up to 4 for image files, otherwise 0]",
 )
 JOBS = option(
     RUN_PANEL,
@@ -165,7 +166,7 @@ JOBS = option(
     "--jobs",
     min=1,
     metavar="N",
-    help="Maximum number of processes that compute independent stages; memory may limit it further. [default: one per "
+    help="Maximum number of processes that compute independent stages; memory may limit this number. [default: one per "
     "GPU; on a CPU, the number of cores divided by --threads]",
 )
 THREADS = option(
@@ -215,7 +216,8 @@ def data_folders(tasks: Sequence[str], values: Sequence[str]) -> dict[str, str]:
         Folders by task.
 
     Raises:
-        KfacpackError: If the command does not use a task, or if a task occurs twice.
+        KfacpackError: If a value is not TASK=DIR or names a task that the command does not use, or if a task is given
+            twice.
     """
     folders: dict[str, str] = {}
     for value in values:
@@ -240,7 +242,7 @@ def load_model_option(
     prompts: PromptStyle | None = None,
     loading: Loading = "memory",
 ) -> Model:
-    """Loads the model that the options describe; see `kfacpack.load_model`."""
+    """Loads a model from the values of the options --model, --weights and so on; see `kfacpack.load_model`."""
     import torch
 
     from kfacpack.models.families import load_model
@@ -258,7 +260,7 @@ def load_model_option(
 
 
 def load_task_option(name: str, data: str | None, columns: str | None, model: str, *, quiet: bool) -> Task:
-    """Loads the task that the options describe and prints its warnings to stderr, unless `quiet`."""
+    """Loads a task from the values of --task, --data and --columns. Prints its warnings to stderr, unless `quiet`."""
     from kfacpack.tasks.registry import load_task
 
     task = load_task(name, data, columns=columns)
@@ -278,7 +280,8 @@ def model_arguments(base: Base) -> tuple[str, ...]:
 def task_arguments(tasks: Iterable[str]) -> tuple[str, ...]:
     """Returns the arguments that select tasks in a suggested `kfacpack eval` command.
 
-    Vectors do not record where the data of a task is stored, so a task without a registered name gets a placeholder.
+    Vectors do not record where the data of a task is stored. For a task without a registered name, the arguments
+    therefore contain the placeholder `--data TASK=DIR`.
     """
     from kfacpack.tasks.registry import is_registered
 
@@ -319,7 +322,7 @@ def check_shard_size(size: str | None, output: Path | None) -> None:
 
 
 def _parts(file: Path) -> list[Path]:
-    """Returns the files of an input: the file itself and, for a bundle in several files, its shards."""
+    """Returns the files of an input: the input file and, if it is the index of a sharded bundle, the shards."""
     try:
         return [Path(str(part)) for part in files_of(file)]
     except KfacpackError:  # an invalid index is reported when it is read

@@ -86,7 +86,7 @@ class TaskListOutput(TypedDict):
 
 def tasks(
     name: str | None = typer.Argument(
-        None, metavar="TASK", help="Task whose classes and prompts to show; by default, all tasks are listed."
+        None, metavar="TASK", help="Task to show, with its classes and prompts; by default, all tasks are listed."
     ),
     sheet: Path | None = option(
         RUN_PANEL,

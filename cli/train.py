@@ -110,8 +110,9 @@ def train(
         None,
         "--strength",
         metavar="λ",
-        help="Factor λ of the penalty, which is the predicted drift of f relative to the scale of f. "
-        f"[default: {STRENGTH:g}; {STRENGTH_KL:g} for bundles with --metric kl; {STRENGTH_ON_DATA:g} with --reg-data]",
+        help="Factor λ of the penalty. The penalty is the predicted drift of f, divided by the scale of f. "
+        f"[default: {STRENGTH:g}; {STRENGTH_KL:g} for bundles estimated with --metric kl; "
+        f"{STRENGTH_ON_DATA:g} with --reg-data]",
     ),
     reg_every: int = option(
         PENALTY_PANEL, 1, "--reg-every", min=1, metavar="N", help="Apply the penalty only every N steps."
@@ -121,8 +122,8 @@ def train(
         None,
         "--weight",
         metavar="GROUP=X",
-        help="Penalty factor for a group of blocks: norm, token, projection or an operation such as linear; "
-        "repeatable.",
+        help="Factor by which the penalty of a group of blocks is multiplied. GROUP is norm, token, projection or an "
+        "operation such as linear; repeatable.",
     ),
     preset: Preset | None = option(
         PENALTY_PANEL,
@@ -134,17 +135,21 @@ def train(
         PENALTY_PANEL,
         None,
         "--penalty-precision",
-        help="Precision of the products with the factors; the resulting error is reported. [default: float32]",
+        help="Precision of the products with the Kronecker factors in the penalty. The resulting error of the penalty "
+        "is reported. [default: float32]",
     ),
     offload: bool = option(
-        PENALTY_PANEL, False, "--offload", help="Keep the factors on the CPU; copy a few blocks at a time to the GPU."
+        PENALTY_PANEL,
+        False,
+        "--offload",
+        help="Keep the factors in CPU memory and copy a few blocks at a time to the GPU.",
     ),
     reg_data: list[str] | None = option(
         PENALTY_PANEL,
         None,
         "--reg-data",
         metavar="TASK[=DIR]",
-        help="Penalise the drift on this other task's data instead of using a bundle (the paper's τJp); repeatable.",
+        help="Another task. The drift of f is penalised on its data, without a bundle (τJp in the paper); repeatable.",
     ),
     regime: RegimeName = option(
         TRAINING_PANEL,
@@ -192,20 +197,21 @@ def train(
         "--micro-batch-size",
         min=1,
         metavar="N",
-        help="Number of examples per forward pass; the gradients of a step are accumulated. [default: the whole batch]",
+        help="Number of examples per forward pass; gradients are accumulated until the batch is complete. [default: "
+        "the whole batch]",
     ),
     lr: float | None = option(
         TRAINING_PANEL,
         None,
         "--lr",
         metavar="X",
-        help="Peak learning rate. [default: derived from the model; 1e-5 with --regime sparse]",
+        help="Peak learning rate. [default: derived from the model and the first batch; 1e-5 with --regime sparse]",
     ),
     warmup: float = option(
         TRAINING_PANEL, 0.1, "--warmup", help="Fraction of the steps over which the learning rate increases linearly."
     ),
     weight_decay: float = option(
-        TRAINING_PANEL, 0.1, "--weight-decay", help="Weight decay of AdamW on the task vector."
+        TRAINING_PANEL, 0.1, "--weight-decay", help="Weight decay of AdamW, applied to the task vector."
     ),
     clip: float | None = option(
         TRAINING_PANEL,
@@ -221,8 +227,8 @@ def train(
         TRAINING_PANEL,
         False,
         "--compile",
-        help="Compile the training step of the linearised model with torch.compile and, on a GPU, CUDA graphs. Needs a "
-        "C++ compiler; the first step takes minutes.",
+        help="Compile the training step of the linearised model with torch.compile, and use CUDA graphs on a GPU. "
+        "Requires a C++ compiler. The first step takes minutes.",
     ),
     seed: int = option(TRAINING_PANEL, 0, "--seed", min=0, help="Seed for the order of the examples."),
     resume: bool = RESUME,
@@ -308,7 +314,7 @@ def train(
 
 
 def _parse_weights(texts: Sequence[str]) -> dict[str, float]:
-    """Parses `--weight GROUP=X` options."""
+    """Parses the values of `--weight GROUP=X` and returns the factors by group."""
     weights: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -322,7 +328,7 @@ def _parse_weights(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _protected_tasks(trainer: Trainer) -> tuple[str, ...]:
-    """Returns the tasks that the penalty protects, without the tasks that were subtracted from a bundle."""
+    """Returns the tasks that the penalty protects. Tasks that were subtracted from a bundle are not protected."""
     penalty = trainer.regularizer or trainer.data_penalty
     return penalty.tasks if penalty else ()
 

@@ -68,7 +68,7 @@ class ExtractOutput(TypedDict):
     ranks: list[int]
     """Distinct ranks of the factors, in ascending order."""
     remainders: int
-    """Number of parameters that need a float64 remainder to make the extracted checkpoint exact."""
+    """Number of parameters with a float64 remainder, without which the vector would not restore them exactly."""
     notes: list[str]
     """Differences between the checkpoint and the base model that do not prevent extraction."""
 
@@ -85,7 +85,10 @@ def extract(
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     dtype: FloatType = option(
-        MODEL_PANEL, "float32", "--dtype", help="Data type of the base model to which the vector will be added."
+        MODEL_PANEL,
+        "float32",
+        "--dtype",
+        help="Data type of the base model: the one that the model will have when the vector is added to it.",
     ),
     task: str | None = option(
         DATA_PANEL,
@@ -172,7 +175,7 @@ SETTINGS = {setting.name: setting for setting in RefineMethod.declared_settings(
 
 
 def _setting(name: str, metavar: str) -> Any:
-    """Declares the command-line option for a setting of `refine`."""
+    """Declares the command-line option for one of the settings of `kfacpack refine`."""
     declared = SETTINGS[name]
     return option(METHOD_PANEL, declared.default, f"--{name.replace('_', '-')}", metavar=metavar, help=declared.help)
 
@@ -195,7 +198,7 @@ def refine(
         ...,
         "--own",
         metavar="FILE.kfac",
-        help="Bundle for the task of the vector; repeatable for a vector of several tasks.",
+        help="Bundle of the vector's own task; repeatable for a vector of several tasks.",
     ),
     reg: list[File] = option(
         METHOD_PANEL, ..., "--reg", metavar="FILE.kfac", help="Bundle with the curvature of other tasks; repeatable."
@@ -251,9 +254,9 @@ def negate(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Negate a task vector: adding the result to a model makes the model forget the task. The heads are kept.
+    """Negate a task vector: adding the result to a model makes the model forget the task.
 
-    The sum of a vector and its negation is exactly zero.
+    The result keeps the heads of the vector. With α = 1, the sum of a vector and its negation is exactly zero.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.task_vector import TaskVector

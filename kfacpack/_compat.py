@@ -103,7 +103,7 @@ def missing_packages(packages: Sequence[str], *, extra: Extra | None, feature: s
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """Returns the release numbers of a version, without trailing zeros: (2, 6) for 2.6.0a0+git123.
+    """Returns the numeric components of a version without trailing zeros, for example (2, 6) for 2.6.0a0+git123.
 
     Pre-release and local version suffixes are ignored.
     """
@@ -137,7 +137,7 @@ class _Utils(ModuleType):
 
 
 class _CompilerImportHook:
-    """Finder on sys.meta_path that removes the stand-in as soon as torch's compiler itself is imported."""
+    """Finder on sys.meta_path that removes the stand-in `_Utils` as soon as torch's compiler itself is imported."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:

@@ -66,7 +66,8 @@ class CounterRandom:
     def normal(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Returns approximately Gaussian noise with mean 0 and variance 1.
 
-        Each value is the scaled sum of four uniform 16-bit integers, which are the quarters of one raw 64-bit integer.
+        Each value is the sum of four uniform 16-bit integers (the quarters of one raw 64-bit integer), shifted and
+        scaled.
         """
         quarters = self._source.random_raw(_count(shape)).view(np.uint16).reshape(*shape, 4)
         total = quarters[..., 0].astype(np.float32) + quarters[..., 1] + quarters[..., 2] + quarters[..., 3]

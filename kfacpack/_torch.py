@@ -1,4 +1,4 @@
-"""Wrappers around all parts of torch that are not public API.
+"""Wrappers around all parts of torch that kfacpack uses although they are not public API.
 
 No other module of the package may use private names of torch, except `_compat`, which imports other libraries.
 Each docstring names the private attribute or function that is used. All functions are tested with torch 2.13:
@@ -46,9 +46,8 @@ VIEW_OPERATIONS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Alias"))
 def operation_name(node: Node) -> str:
     """Returns the name of an operation, such as `Addmm` or `NativeLayerNorm`.
 
-    Reads `node.name()`, which is public; the names it returns (`AddmmBackward0`) are not. Names of other overloads
-    (`MulBackward1`) and of custom autograd functions (`MyFunctionBackward`) are returned unchanged.
-    Known to work with torch 2.13.
+    Reads `node.name()`, which is public; the names it returns (`AddmmBackward0`) are not. Names of other
+    overloads (`MulBackward1`) and custom functions (`MyFunctionBackward`) are unchanged. Known to work with torch 2.13.
     """
     return node.name().removesuffix(_NODE_SUFFIX)
 
@@ -82,7 +81,7 @@ def saved(node: Node, name: str) -> Any:
 
 
 def product_scales(node: Node) -> tuple[Any, Any]:
-    """Returns the factors (alpha, beta) of a matrix product; 1 for a factor that the operation does not have.
+    """Returns the factors (alpha, beta) of a matrix product. A factor that the operation does not have is 1.
 
     Reads `node._saved_alpha` and `node._saved_beta`. Known to work with torch 2.13.
     """
@@ -90,7 +89,7 @@ def product_scales(node: Node) -> tuple[Any, Any]:
 
 
 def slice_start(node: Node) -> int | None:
-    """Returns the first index of a slice; None if the operation is not a slice.
+    """Returns the start index of a slice operation; returns None for any other operation.
 
     Reads `node._saved_start`. Known to work with torch 2.13.
     """
@@ -132,7 +131,7 @@ def call_backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tenso
 
     Args:
         node: The operation.
-        output: Index of the output at which `gradient` is given; the gradients at the other outputs are zero.
+        output: Index of the output to which `gradient` belongs; the gradients with respect to other outputs are zero.
         slot: Index of the input whose gradient is returned.
         gradient: The gradient with respect to the output.
 
@@ -193,7 +192,7 @@ class EmbeddingArguments(NamedTuple):
 
 
 def embedding_arguments(node: Node) -> EmbeddingArguments:
-    """Returns the arguments of an embedding lookup; `padding_index` is -1 if there is none.
+    """Returns the arguments of an embedding lookup; `padding_index` is -1 if the embedding has no padding index.
 
     Reads `_saved_indices`, `_saved_padding_idx` and `_saved_scale_grad_by_freq`. Known to work with torch 2.13.
     """
@@ -276,8 +275,8 @@ class DispatchMode(_lookup("torch.utils._python_dispatch.TorchDispatchMode") or 
 def forward_ad_below_autograd(*, visible: bool = False) -> Iterator[None]:
     """Enables forward-mode differentiation inside `__torch_dispatch__`, without recording a graph.
 
-    Uses `torch._C._DisableTorchDispatch`, `torch._C._DisableAutocast` and `forward_ad._set_fwd_grad_enabled`, since
-    custom autograd functions disable forward mode while they run. Known to work with torch 2.13.
+    Uses `torch._C._DisableTorchDispatch` and `torch._C._DisableAutocast`. Also uses `forward_ad._set_fwd_grad_enabled`,
+    because custom autograd functions disable forward mode while they run. Known to work with torch 2.13.
 
     Args:
         visible: Whether enclosing dispatch modes also intercept the operations that compute the derivatives.
@@ -310,7 +309,7 @@ def below_autograd(*, bypass: bool = True) -> Iterator[None]:
 
 
 def tangent_of_dual(tensor: Tensor) -> Tensor | None:
-    """Returns the tangent of a dual tensor; None if it is zero. Must be called inside a `dual_level`.
+    """Returns the tangent of a dual tensor, or None if the tangent is zero. Must be called inside a `dual_level`.
 
     Reads `Tensor._is_zerotensor()`. Known to work with torch 2.13.
     """
@@ -342,7 +341,7 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 def callable_of(value: Any) -> Any:
     """Returns the function that an operator calls; returns other values unchanged.
 
-    Calling the result saves a Python frame. Reads `OpOverload._op` if available. Known to work with torch 2.13.
+    Calling it directly saves a Python frame. Reads `OpOverload._op` if available. Known to work with torch 2.13.
     """
     return getattr(value, "_op", value) if isinstance(value, torch._ops.OpOverload) else value
 
@@ -375,7 +374,8 @@ def attention_operators() -> list[Any]:
 def softmax_backward(gradient: Tensor, p: Tensor) -> Tensor:
     """Returns the gradient with respect to the input of a softmax over the last dimension: p (g - <p, g>).
 
-    Both have shape (..., n). Calls `torch.ops.aten._softmax_backward_data`. Known to work with torch 2.13.
+    p is the output of the softmax, and g is `gradient`; both have shape (..., n).
+    Calls `torch.ops.aten._softmax_backward_data`. Known to work with torch 2.13.
     """
     result: Tensor = torch.ops.aten._softmax_backward_data(gradient, p, -1, p.dtype)
     return result
@@ -455,7 +455,7 @@ def tensor_versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def tensor_layouts(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """Returns the type, layout, dtype and device of each tensor; for a tensor with hooks, only its hooks.
+    """Returns the type, layout, dtype and device of each tensor. For a tensor with hooks, returns only the hooks.
 
     Reads `Tensor._backward_hooks`, which is None for a tensor without hooks. Known to work with torch 2.13.
     """
@@ -482,7 +482,7 @@ def global_module_hooks() -> list[Mapping[Any, Any]]:
 def backward_retains_graph() -> bool:
     """Returns whether the current backward pass was started with `retain_graph=True`.
 
-    Calls `torch._C._autograd._get_current_graph_task_keep_graph`. If torch does not provide it, returns
+    Calls `torch._C._autograd._get_current_graph_task_keep_graph`. If torch does not provide that function, returns
     True, which is always correct but requires more memory. Known to work with torch 2.13.
     """
     return True if _graph_is_kept is None else bool(_graph_is_kept())

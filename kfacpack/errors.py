@@ -119,7 +119,7 @@ class ProcessLostError(KfacpackError):
 
 
 class VerificationError(KfacpackError):
-    """Raised when a file fails verification. The command line exits with code 1."""
+    """Raised when a file fails verification. The command line then exits with code 1."""
 
 
 def printable(text: str, max_length: int = 400) -> str:

@@ -1,30 +1,35 @@
 """Chooses one codec per matrix so that the total error is minimal within a given number of bytes.
 
-`Candidates` contains the sizes and errors of the codecs for each matrix. Matrices on the same side of a block with
-several terms form a *group* and share one codec, because their error depends on all of them jointly. In the curvature
-of a single task, every matrix is a group of its own. `BudgetSearch` chooses one option per group.
+The matrices B of all terms of a block form a *group* and share one codec, because their error depends on all of them
+jointly. The same is true of the matrices A. In the curvature of a single task, every matrix is a group of its own. An
+*option* is the result of one codec for a group. `Candidates` contains the sizes and errors of all options, and
+`BudgetSearch` chooses one option for each group.
 
-The objective is the error of `quadratic`, which depends on the distribution of task vectors:
+Let G' be the compressed curvature. The error of `quadratic` depends on the distribution of task vectors:
 
 - Random task vectors, τ ~ N(0, I): E[(τᵀ (G − G') τ)²] = 2 ‖G − G'‖² + (tr(G − G'))². Low-rank codecs have large
-  errors here: they drop eigenvalues of one sign, so the lost trace adds up over the blocks.
+  errors here: the eigenvalues that they drop are not negative, so the lost traces of the blocks add up.
 - Task vectors along the curvature, as training produces them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Block
-  codecs have large errors here, because most of this curvature is outside the diagonal blocks.
+  codecs have large errors here, because they drop the large part of G that is outside the diagonal blocks.
 
-If possible, the error on random τ is smaller, by a margin, than that of any single codec for all matrices, and the
-error along the curvature is not larger. Among the choices that satisfy this, the product of both errors is minimised.
-The choices minimise, for a relative weight κ,
+The search prefers choices that satisfy two conditions. The error on random τ is smaller, by a margin, than that of any
+single codec for all matrices, and the error along the curvature is not larger than that of any single codec. Among the
+choices that satisfy both, the one with the smallest product of the two errors is chosen.
+
+To find choices, the search minimises, for several relative weights κ,
 
     2 ‖G − G'‖²  +  (tr(G − G'))²  +  κ |<G − G', G>|,
 
-where each term is relative to that of G. ‖G − G'‖², the trace and |<G − G', G>| are sums over blocks. The square of
-the trace is linearised at its current value μ. With a price λ per byte, the contribution of a block is
+where the first two terms are divided by E[(τᵀ G τ)²] for random τ, and the third by ‖G‖². The quantities ‖G − G'‖²,
+tr(G − G') and |<G − G', G>| are sums over the blocks, but the square of the trace is not. It is therefore linearised at
+the current value μ of the trace. With a price λ per byte, the contribution of a block is
 
     2 ‖G − G'‖²  +  2 μ tr(G − G')  +  κ |<G − G', G>|  +  λ · bytes.
 
-It is minimised for decreasing λ until the budget is used, with μ from the previous round, and jointly for B and A of a
-block, because their errors multiply. Then individual blocks are changed to use the remaining bytes. The final choice is
-made among the results for several κ and the single codecs, by the criteria above.
+The options for B and A of a block are chosen jointly, because the error of a block depends on both. The smallest λ for
+which the result fits into the budget is found by bisection, and μ is updated after each such round. Then the options of
+individual blocks are changed to use the remaining bytes. The final choice is made among the results for all κ and the
+single codecs, by the conditions above.
 """
 
 from __future__ import annotations
@@ -81,14 +86,14 @@ class ShapeOnly(MatrixTensors):
 
 @dataclass(frozen=True)
 class Option:
-    """One codec for a group of matrices."""
+    """The result of one codec for a group of matrices."""
 
     chain: CodecChain
     """The codec that was requested."""
     encoded: Mapping[int, tuple[CodecChain, Matrix]]
-    """The applied steps and the compressed matrix (only its shapes are kept), by the id of each original matrix."""
+    """The applied steps and the compressed matrix without its values, by the id of each original matrix."""
     sides: Mapping[tuple[int, ...], FactorPair]
-    """Inner products before and after compression, by the ids of the matrices on one side of a block."""
+    """Inner products of the original and compressed matrices on each side of a block, by the ids of the originals."""
     nbytes: int
     """Size of the group in a file, in bytes."""
 
@@ -105,12 +110,12 @@ class MatrixGroup:
 
 @dataclass(frozen=True)
 class ErrorTable:
-    """The errors of a block, one for each combination of the options for the groups on its sides."""
+    """The errors of a block for every combination of options for its B and its A, or for every option of its G."""
 
     groups: tuple[int, ...]
-    """Index of the group on each side."""
+    """Indices of the groups that contain the matrices B and the matrices A, or index of the group of G."""
     moments: tuple[Tensor, ...]
-    """The result of `moment_table`; each tensor has one dimension per side."""
+    """The result of `moment_table`. Each tensor has one dimension per group, which indexes its options."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +129,14 @@ class Candidates:
 
     @classmethod
     def of(cls, curvature: Curvature, on_progress: OnProgress) -> Candidates:
-        """Tries every candidate on every matrix, without keeping the compressed matrices.
+        """Tries every candidate codec on every matrix, without keeping the compressed matrices.
 
         Args:
             curvature: The curvature to compress.
-            on_progress: Called with the number of groups done and their total.
+            on_progress: Called with the number of groups done and the total number.
 
         Returns:
-            Sizes and errors of all candidates.
+            The sizes and errors of all options.
         """
         members = _group_members(curvature)
         groups = []
@@ -144,7 +149,11 @@ class Candidates:
 
 
 def _group_members(curvature: Curvature) -> list[tuple[list[Matrix], list[tuple[Matrix, ...]]]]:
-    """Returns, for each group, its matrices and the block sides in which they occur."""
+    """Returns, for each group, its matrices and the sides of blocks in which they occur.
+
+    A side is a tuple of the matrices B, or of the matrices A, of all terms of a block. Sides that have a matrix in
+    common belong to the same group.
+    """
     sides = {tuple(map(id, side)): side for block in curvature.blocks for side in block.structure.sides}
     group_of: dict[int, int] = {}
     for number, key in enumerate(sides):
@@ -177,14 +186,14 @@ def _try_candidates(matrices: list[Matrix], sides: list[tuple[Matrix, ...]]) -> 
 
 
 class CachedDense(Dense):
-    """A dense matrix that caches its eigenpairs, which many candidates use."""
+    """A dense matrix that caches its eigenvalues and eigenvectors, which many candidates use."""
 
     @cached_property
     def _eigenpairs(self) -> dict[int, tuple[Tensor, Tensor]]:
         return {}
 
     def leading_eigenpairs(self, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the eigenpairs of largest magnitude, computed once per width."""
+        """Returns the `width` eigenvalues of largest magnitude and their eigenvectors, computed once per width."""
         if width not in self._eigenpairs:
             self._eigenpairs[width] = super().leading_eigenpairs(width)
         return self._eigenpairs[width]
@@ -198,7 +207,7 @@ def _cached_dense(matrix: Matrix) -> Matrix:
 
 
 def _shapes_only(matrix: Matrix) -> Matrix:
-    """Returns the matrix without its values."""
+    """Returns a matrix of the same form whose components have the same dtypes and shapes, but no values."""
     components = ShapeOnly(dict(matrix.components.specs))
     return type(matrix)(matrix.side, components, psd=matrix.psd, examples=matrix.examples, positions=matrix.positions)
 
@@ -214,7 +223,11 @@ def _error_table(block: CurvatureBlock, groups: list[MatrixGroup], group_of: Map
 
 
 def _spread_options(side: FactorPair, dim: int, count: int) -> FactorPair:
-    """Moves the options of a side to dimension `dim` of `count` leading dimensions, for broadcasting."""
+    """Reshapes the tensors of one side of a block, so that they can be broadcast with those of the other side.
+
+    The first dimension, which indexes the options, becomes dimension `dim` of `count` leading dimensions. The others
+    have length 1.
+    """
     shape = [1] * count
     shape[dim] = -1
     return FactorPair(
@@ -226,7 +239,7 @@ OptionIndices = tuple[int, ...]
 """Index of the chosen option for each group."""
 
 MARGIN = 0.8
-"""If possible, the error on random τ is at most this fraction of the best single codec's error."""
+"""If possible, the error on random τ is at most this fraction of the smallest error with a single codec."""
 _RATES = tuple(float(rate) for rate in np.logspace(-9, 3, 13))
 """Values of κ that are tried."""
 _ROUNDS, _PRICES, _SWEEPS = 4, 24, 6
@@ -248,7 +261,7 @@ class TotalError:
 
     @property
     def random(self) -> float:
-        """Squared error on random τ."""
+        """Mean squared error of `quadratic` on random τ, relative to E[(τᵀ G τ)²]."""
         return 2 * self.lost + self.trace**2
 
     @property
@@ -258,7 +271,7 @@ class TotalError:
 
 
 class BudgetSearch:
-    """Searches for the best choice of options.
+    """Searches for the best choice of one option per group, given a maximum size.
 
     Args:
         candidates: The options of each group, with their sizes and errors.
@@ -277,14 +290,14 @@ class BudgetSearch:
         self._changes = [self._option_change(groups) for groups in dict.fromkeys(groups for groups, _ in self._tables)]
 
     def best(self, limit: int, single: Sequence[OptionIndices]) -> OptionIndices | None:
-        """Finds the best choice within a size limit.
+        """Returns the best choice of options within a size limit.
 
         Args:
             limit: Maximum size of the matrices in bytes.
             single: Choices that use one codec for all matrices. They are considered regardless of their size.
 
         Returns:
-            The best choice, or None if no choice is small enough.
+            The best choice, or None if even the smallest options exceed the limit.
         """
         if self.total(self.smallest()).nbytes > limit:
             return None
@@ -319,7 +332,7 @@ class BudgetSearch:
         return (0,) * len(self._bytes)
 
     def total(self, picks: OptionIndices) -> TotalError:
-        """Returns the size and the errors of a choice."""
+        """Returns the total size of the matrices and the total errors for a choice of options."""
         size = sum(int(sizes[pick]) for sizes, pick in zip(self._bytes, picks, strict=True))
         losses = [table[_at_index(tuple(picks[group] for group in groups))] for groups, table in self._tables]
         return TotalError(size, *np.sum(losses, axis=0).tolist())
@@ -329,7 +342,10 @@ class BudgetSearch:
         return float(_objective(total.lost, total.trace, total.along, rate))
 
     def _choices_within(self, limit: int, rate: float) -> Iterator[OptionIndices]:
-        """Yields choices within the limit, with μ updated after each of them."""
+        """Yields one choice within the limit for each of several values of μ.
+
+        The value of μ is updated with the trace of the error of each choice.
+        """
         mu = 0.0
         for _ in range(_ROUNDS):
             picks = self._minimize_within(limit, mu, rate)
@@ -338,7 +354,10 @@ class BudgetSearch:
             mu = (mu + self.total(picks).trace) / 2
 
     def _minimize_within(self, limit: int, mu: float, rate: float) -> OptionIndices:
-        """Minimises the sum of all contributions, at the smallest price per byte whose result is within the limit."""
+        """Returns the choice that minimises the sum of the contributions of all blocks at a price per byte.
+
+        The price is the smallest one for which this choice is within the limit.
+        """
         picks = self.smallest()
         low, high = 1e-24, 1.0
         for _ in range(_PRICES):
@@ -351,7 +370,10 @@ class BudgetSearch:
         return picks
 
     def _minimize_at_price(self, start: OptionIndices, price: float, mu: float, rate: float) -> OptionIndices:
-        """Improves one block at a time until no block has a better option."""
+        """Minimises the sum of the contributions of all blocks at a given price per byte.
+
+        One block at a time is improved until no block has a better option.
+        """
         picks = list(start)
         for _ in range(_SWEEPS):
             before = tuple(picks)
@@ -364,7 +386,10 @@ class BudgetSearch:
         return tuple(picks)
 
     def _use_remaining_bytes(self, start: OptionIndices, limit: int, rate: float) -> OptionIndices:
-        """Greedily changes the block with the largest error reduction per byte, within the limit."""
+        """Changes the options of one block at a time, as long as the error decreases within the limit.
+
+        The block with the largest reduction of the error per added byte is changed first.
+        """
         picks = list(start)
         while True:
             total = self.total(tuple(picks))
@@ -394,7 +419,11 @@ class BudgetSearch:
         return OptionChange(first, second, self._bytes[first][:, None] + self._bytes[second], tables)
 
     def _losses(self, change: OptionChange, picks: list[int]) -> NDArray[np.float64]:
-        """Returns the total losses of the blocks that a change affects, (3, first, second), with other groups fixed."""
+        """Returns the total errors of all blocks that a change affects, for each combination of its options.
+
+        Groups that do not change have the options in `picks`. The shape of the result is (3, options of the first
+        group, options of the second group or 1).
+        """
         rows, columns = change.nbytes.shape
         free = {change.first: np.arange(rows)[:, None], change.second: np.arange(columns)}
         total = np.zeros((3, rows, columns))
@@ -406,23 +435,23 @@ class BudgetSearch:
 
 @dataclass(frozen=True)
 class OptionChange:
-    """A change of the options for the groups on both sides of a block, or for the block's only group."""
+    """A change of the options for both groups of a block, or for the only group of a block."""
 
     first: int
-    """Group on the first side."""
+    """Index of the first group."""
     second: int | None
-    """Group on the second side; None if there is no other group."""
+    """Index of the second group, or None if the block has only one group."""
     nbytes: NDArray[np.float64]
     """Size of each combination of options, (options of the first group, options of the second group or 1)."""
     tables: Sequence[tuple[tuple[int, ...], NDArray[np.float64]]]
-    """Groups and losses of all affected blocks."""
+    """Groups and errors of all affected blocks."""
 
     def index(self, picks: Sequence[int]) -> tuple[int, int]:
         """Returns the index of the picked options in `nbytes`."""
         return picks[self.first], 0 if self.second is None else picks[self.second]
 
     def apply(self, option: int, picks: list[int]) -> None:
-        """Writes an option, given by its row-major index in `nbytes`, to `picks`."""
+        """Sets the options in `picks` to the combination with index `option` in `nbytes`, counted row by row."""
         row, column = divmod(option, self.nbytes.shape[1])
         picks[self.first] = row
         if self.second is not None:
@@ -430,10 +459,10 @@ class OptionChange:
 
 
 def _objective(lost: Any, trace: Any, along: Any, rate: float) -> Any:
-    """Computes the objective from errors, which may be numbers or arrays."""
+    """Computes the objective, 2 ‖G − G'‖² + (tr(G − G'))² + κ |<G − G', G>|, from errors as numbers or arrays."""
     return 2 * lost + trace**2 + rate * along
 
 
 def _at_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns an index that selects all three losses for the options on each side."""
+    """Returns an index into a table of errors, which selects all three errors for the given options."""
     return (slice(None), *index)

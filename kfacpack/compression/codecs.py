@@ -2,22 +2,23 @@
 
 A structural codec chooses which values are kept:
 
-- `block:K`: K diagonal blocks of each matrix. The diagonal, and with it the trace of G, is kept.
-- `svd:R`, `svd:P%`: the R eigenvalues of largest magnitude and their eigenvectors. This is the best approximation of
-  that rank.
-- `prune:P%`: the entries of largest magnitude, with their coordinates. An entry takes three numbers, so keeping a
-  third of the entries saves nothing.
+- `block:K`: K diagonal blocks of the matrix. The diagonal, and therefore the trace, does not change.
+- `svd:R`, `svd:P%`: the R eigenvalues of largest magnitude and their eigenvectors, where R can be given as a percentage
+  P of the side length. This is the best approximation of rank R.
+- `prune:P%`: the P % of the entries that have the largest magnitudes. An entry takes three numbers, its value and two
+  coordinates, so keeping a third of the entries saves no space.
 
 A number codec chooses how each value is stored:
 
-- `int8`: integers from -127 to 127, times one scale factor per stored row.
-- `fp16`: 11 bits of precision for values from 6e-5 to 65504. Gradients, and therefore the entries of B, are often
-  smaller. A matrix that exceeds the range of float16, or that is more accurate in bfloat16, is stored in bfloat16.
-- `bf16`: 8 bits of precision in the range of float32.
+- `int8`: integers from -127 to 127, which are multiplied by one scale factor per stored row.
+- `fp16`: float16, with 11 bits of precision for magnitudes from 6e-5 to 65504. The entries of B are often smaller,
+  because gradients are small. A matrix that exceeds the range of float16, or that is more accurate in bfloat16, is
+  stored in bfloat16.
+- `bf16`: bfloat16, with 8 bits of precision in the range of float32.
 
 To add a codec, define a class and list it in `CODECS`.
 
-Shapes: a matrix of side n has a triangle of n (n + 1) / 2 values.
+Shapes: the lower triangle of an (n, n) matrix has n (n + 1) / 2 values.
 """
 
 from __future__ import annotations
@@ -57,12 +58,15 @@ class Codec(ABC):
     structural: ClassVar[bool]
     """Whether the codec chooses which values are kept, rather than how they are stored."""
     form: ClassVar[type[Matrix] | None] = None
-    """Form of the compressed matrix; None if the form does not change."""
+    """Form of the compressed matrix, or None if the codec does not change the form."""
 
     @classmethod
     @abstractmethod
     def parse(cls, argument: str | None) -> Self:
-        """Builds the codec from the text after the colon of a spec; `argument` is None if there is no colon.
+        """Builds the codec from its argument in a spec, such as "8" in "block:8".
+
+        Args:
+            argument: The text after the colon, or None if the spec has no colon.
 
         Raises:
             KfacpackError: If the argument is not valid.
@@ -70,45 +74,48 @@ class Codec(ABC):
 
     @abstractmethod
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components of the compressed matrix, computed from shapes alone.
+        """Returns the dtype and shape of each component of the compressed matrix, without compressing the matrix.
 
         Args:
-            matrix: The matrix in its storage form.
+            matrix: The matrix in the form in which it is saved, with or without values.
 
         Returns:
-            Dtype and shape by component, or None if the codec does not apply.
+            Dtype and shape by component name, or None if the codec cannot be applied to the matrix.
         """
 
     @abstractmethod
     def encode(self, matrix: Matrix) -> Matrix:
-        """Compresses a matrix for which `specs` is not None."""
+        """Returns the compressed matrix. The codec must be applicable: `specs` must not return None for the matrix."""
 
     @classmethod
     def argument_error(cls, argument: str | None, expected: str) -> KfacpackError:
-        """Returns the error for an invalid argument."""
+        """Returns the error to raise if the argument of the codec is not valid. Its message ends with `expected`."""
         spec = cls.name if argument is None else f"{cls.name}:{argument}"
         return KfacpackError(f"codec {spec!r}: expected {cls.usage}, {expected}")
 
 
 def parse_count(argument: str | None) -> int | None:
-    """Parses an integer of at least 1 in plain digits; returns None for anything else."""
+    """Parses an integer from 1 to 9,999,999. Returns None if the text is not such an integer."""
     return int(argument) if argument and re.fullmatch(r"[1-9][0-9]{0,6}", argument) else None
 
 
 def parse_percentage(argument: str | None) -> float | None:
-    """Parses a percentage above 0% and at most 100%, such as '12.5%' (0.125); returns None for anything else."""
+    """Parses a percentage above 0% and at most 100%.
+
+    Returns a fraction, such as 0.125 for "12.5%", or None if the text is not such a percentage.
+    """
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)%", argument or "")
     fraction = float(match[1]) / 100 if match else 0.0
     return fraction if 0 < fraction <= 1 else None
 
 
 def float_type(matrix: Matrix) -> torch.dtype:
-    """Returns the dtype of a matrix if it is a floating-point dtype, else float32."""
+    """Returns the dtype of a matrix if it is a floating-point dtype, and otherwise float32."""
     return matrix.dtype if matrix.dtype.is_floating_point else torch.float32
 
 
 def copy_counts(matrix: Matrix, source: Matrix) -> Matrix:
-    """Copies the numbers of examples and positions from `source` to `matrix`, and returns `matrix`."""
+    """Copies the recorded numbers of examples and positions from `source` to `matrix`, and returns `matrix`."""
     matrix.examples, matrix.positions = source.examples, source.positions
     return matrix
 
@@ -127,7 +134,7 @@ class BlockCodec(Codec):
 
     @classmethod
     def parse(cls, argument: str | None) -> BlockCodec:
-        """Parses the number of blocks."""
+        """Builds the codec from the number of blocks, such as "8"."""
         if (count := parse_count(argument)) is None:
             raise cls.argument_error(argument, "where K is the number of diagonal blocks, such as block:8")
         return cls(count)
@@ -136,14 +143,14 @@ class BlockCodec(Codec):
         return f"block:{self.count}"
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components of the compressed matrix, or None if there are more blocks than rows."""
+        """Returns the dtype and shape of each component, or None if the matrix has fewer than `count` rows."""
         if self.count > matrix.side:
             return None
         shape = (self.count, triangle_length(widest_block(matrix.side, self.count)))
         return {"data": (FILE_TYPES[float_type(matrix)], shape)}
 
     def encode(self, matrix: Matrix) -> Matrix:
-        """Returns a block-diagonal matrix."""
+        """Returns a `BlockDiagonal` matrix with the diagonal blocks of the matrix."""
         full = matrix.dense(float_type(matrix))
         return copy_counts(BlockDiagonal.from_dense(full, self.count, psd=matrix.psd), matrix)
 
@@ -153,7 +160,7 @@ class PruneCodec(Codec):
     """`prune:P%`: keeps the entries of largest magnitude."""
 
     fraction: float
-    """Fraction of the entries of the triangle to keep."""
+    """Fraction of the entries of the lower triangle to keep."""
 
     name = "prune"
     usage = "prune:P%"
@@ -162,7 +169,7 @@ class PruneCodec(Codec):
 
     @classmethod
     def parse(cls, argument: str | None) -> PruneCodec:
-        """Parses the percentage of entries to keep."""
+        """Builds the codec from the percentage of entries to keep, such as "15%"."""
         if (fraction := parse_percentage(argument)) is None:
             raise cls.argument_error(argument, "where P is the percentage of entries to keep, such as prune:15%")
         return cls(fraction)
@@ -171,7 +178,7 @@ class PruneCodec(Codec):
         return f"prune:{100 * self.fraction:.8g}%"
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components of the compressed matrix, or None if no entry would be kept."""
+        """Returns the dtype and shape of each component, or None if no entry would be kept."""
         count = round(self.fraction * triangle_length(matrix.side))
         if not count:
             return None
@@ -182,7 +189,7 @@ class PruneCodec(Codec):
         }
 
     def encode(self, matrix: Matrix) -> Matrix:
-        """Returns a sparse matrix."""
+        """Returns a `Sparse` matrix with the entries of largest magnitude."""
         return copy_counts(Sparse.from_dense(matrix.dense(float_type(matrix)), self.fraction), matrix)
 
 
@@ -191,7 +198,7 @@ class SvdCodec(Codec):
     """`svd:R` or `svd:P%`: keeps the eigenvalues of largest magnitude and their eigenvectors."""
 
     size: int | float
-    """The rank (an int), or the rank as a fraction of the side (a float)."""
+    """The rank, as an int, or the rank as a fraction of the side length of the matrix, as a float."""
 
     name = "svd"
     usage = "svd:R or svd:P%"
@@ -200,21 +207,25 @@ class SvdCodec(Codec):
 
     @classmethod
     def parse(cls, argument: str | None) -> SvdCodec:
-        """Parses a rank or a percentage."""
+        """Builds the codec from a rank, such as "32", or from a percentage of the side length, such as "25%"."""
         size = parse_count(argument) or parse_percentage(argument)
         if size is None:
-            raise cls.argument_error(argument, "with a rank R or a percentage P of the side, such as svd:32 or svd:25%")
+            raise cls.argument_error(
+                argument,
+                "where R is the rank and P the rank as a percentage of the side length of the matrix, such as svd:32 "
+                "or svd:25%",
+            )
         return cls(size)
 
     def __str__(self) -> str:
         return f"svd:{self.size}" if isinstance(self.size, int) else f"svd:{100 * self.size:.8g}%"
 
     def rank(self, side: int) -> int:
-        """Returns the rank for a matrix of the given side."""
+        """Returns the rank of the approximation of a (side, side) matrix."""
         return self.size if isinstance(self.size, int) else ceil(self.size * side)
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components of the compressed matrix, or None if the rank exceeds the side."""
+        """Returns the dtype and shape of each component, or None if the rank exceeds the side length of the matrix."""
         rank = self.rank(matrix.side)
         if rank > matrix.side:
             return None
@@ -222,7 +233,7 @@ class SvdCodec(Codec):
         return {"data": (dtype, (matrix.side, rank)), "weights": (dtype, (rank,))}
 
     def encode(self, matrix: Matrix) -> Matrix:
-        """Returns a low-rank matrix."""
+        """Returns a `LowRank` matrix with the eigenvalues of largest magnitude and their eigenvectors."""
         rank = self.rank(matrix.side)
         values, vectors = matrix.leading_eigenpairs(width_for(matrix.side, rank))
         low_rank = LowRank.from_spectrum(values, vectors, rank, _vector_type(matrix), psd=matrix.psd)
@@ -230,7 +241,7 @@ class SvdCodec(Codec):
 
 
 def _vector_type(matrix: Matrix) -> torch.dtype:
-    """Returns the dtype of computed eigenvectors: float64 for a float64 matrix, else float32."""
+    """Returns the dtype in which eigenvectors are stored: float64 for a float64 matrix, and otherwise float32."""
     return torch.float64 if matrix.dtype is torch.float64 else torch.float32
 
 
@@ -243,8 +254,11 @@ class NumberCodec(Codec):
     def parse(cls, argument: str | None) -> Self:
         """Builds the codec.
 
+        Args:
+            argument: None, because the codec takes no argument.
+
         Raises:
-            KfacpackError: If an argument is passed.
+            KfacpackError: If `argument` is not None.
         """
         if argument is not None:
             raise cls.argument_error(argument, "which takes no argument")
@@ -258,24 +272,24 @@ class HalfCodec(NumberCodec):
     """Base class of codecs that store each value in two bytes."""
 
     file_type: str
-    """Dtype in the file."""
+    """Dtype of the values, by its name in safetensors files."""
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components of the compressed matrix, with `data` in two bytes per value and without `scale`."""
+        """Returns the dtype and shape of each component: `data` takes two bytes per value, and `scale` is omitted."""
         specs = {name: spec for name, spec in matrix.components.specs.items() if name != "scale"}
         return {**specs, "data": (self.file_type, specs["data"][1])}
 
 
 @dataclass(frozen=True)
 class Fp16Codec(HalfCodec):
-    """`fp16`: stores values in float16, or in bfloat16 where that is more accurate."""
+    """`fp16`: stores the values of a matrix in float16, or in bfloat16 if this is more accurate."""
 
     name = "fp16"
     usage = "fp16"
     file_type = "F16"
 
     def encode(self, matrix: Matrix) -> Matrix:
-        """Returns the matrix in float16, or in bfloat16 if float16 is out of range or less accurate."""
+        """Returns the matrix in float16, or in bfloat16 if a value is out of range or float16 is less accurate."""
         stored = matrix.for_storage()
         values = stored.float_values(torch.float32)
         if values.numel() and float(values.abs().amax()) <= torch.finfo(torch.float16).max:
@@ -308,7 +322,7 @@ class Int8Codec(NumberCodec):
     usage = "int8"
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components of the compressed matrix, or None if the form has no int8 variant."""
+        """Returns the dtype and shape of each component, or None if the form of the matrix has no int8 variant."""
         if not matrix.may_be_int8:
             return None
         shape = matrix.components.specs["data"][1]
@@ -316,7 +330,7 @@ class Int8Codec(NumberCodec):
         return {**matrix.components.specs, "data": ("I8", shape), "scale": ("F32", scale)}
 
     def encode(self, matrix: Matrix) -> Matrix:
-        """Returns the matrix in int8."""
+        """Returns the matrix with its values in int8 and one scale factor per stored row."""
         return matrix.for_storage().quantized()
 
 
@@ -331,7 +345,10 @@ EXAMPLES = "block:8+int8, svd:32+fp16, prune:15%, int8"
 
 @dataclass(frozen=True)
 class CodecChain:
-    """At most one structural codec, followed by at most one number codec. An empty chain changes nothing."""
+    """A chain of at most one structural codec, followed by at most one number codec.
+
+    An empty chain does not change a matrix.
+    """
 
     steps: tuple[Codec, ...] = ()
     """The codecs, in the order in which they are applied."""
@@ -381,13 +398,14 @@ class CodecChain:
     def encode(self, matrix: Matrix) -> tuple[CodecChain, Matrix]:
         """Compresses a matrix.
 
-        Steps that do not make the matrix smaller are skipped, as are structural codecs for diagonal matrices.
+        Steps that do not make the matrix smaller are skipped. Structural codecs are not applied to diagonal matrices.
 
         Args:
             matrix: The matrix to compress.
 
         Returns:
-            The steps that were applied, and the compressed matrix, or `matrix` itself if no step was applied.
+            A chain of the steps that were applied, and the compressed matrix. If no step was applied, the matrix is
+            returned unchanged.
         """
         encoded, applied = matrix, []
         for step in self.steps:
@@ -397,7 +415,7 @@ class CodecChain:
         return CodecChain(tuple(applied)), encoded
 
     def shape_of(self, matrix: Matrix) -> Matrix:
-        """Returns the compressed matrix without values, computed from shapes alone.
+        """Returns the compressed matrix without values, to determine its size without compressing the matrix.
 
         Args:
             matrix: The matrix to compress, with or without values.
@@ -410,7 +428,10 @@ class CodecChain:
 
     @staticmethod
     def _specs_if_smaller(step: Codec, matrix: Matrix) -> Specs | None:
-        """Returns the components that a step produces, or None if the step does not apply or saves nothing."""
+        """Returns the dtype and shape of each component that a step produces.
+
+        Returns None if the step cannot be applied to the matrix or does not make it smaller.
+        """
         if step.structural and matrix.structure == "diagonal":
             return None
         stored = matrix.for_storage()

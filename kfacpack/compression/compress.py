@@ -1,4 +1,4 @@
-"""`kp.compress`: compresses every matrix of a curvature, by one codec or within a budget, and reports the errors."""
+"""`kp.compress`: compresses the matrices of a curvature, with one codec or within a size budget, and reports errors."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from kfacpack.format.units import OnProgress
 
     Vector = Callable[[str], Tensor]
-    """A task vector, as a function that returns the change to a parameter, given its name."""
+    """A task vector, as a function that returns the change to the parameter with a given name."""
 
 
 _WIDEST_FLOATS = 1.0, 1.0 - 1.23456e-7
-"""Values of `quadratic` before and after compression that give a relative error with the longest decimal form."""
+"""Values of `quadratic` before and after compression whose relative error has the largest number of digits."""
 
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """The codec for each matrix."""
+    """A choice of one codec for each matrix of a curvature."""
 
     name: str
-    """Name of the choice in the losses of the curvature: the codec, or "budget"."""
+    """Name under which the errors are recorded: the codec, or "budget" if the codecs of the matrices differ."""
     chain_for: Callable[[Matrix], CodecChain]
-    """Function that returns the codec for a matrix."""
+    """Function that returns the codec chosen for a matrix."""
 
 
 def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int | None = None) -> Curvature:
-    """Compresses a curvature, and records the errors in its blocks.
+    """Compresses a curvature, and records the approximation errors in the compressed curvature.
 
     Matrices that a codec does not make smaller are left unchanged. Matrices shared between blocks remain shared.
 
@@ -52,8 +52,9 @@ def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int
         curvature: The curvature to compress.
         spec: A structural codec (`block:K`, `svd:R`, `svd:P%` or `prune:P%`), a number codec (`int8`, `fp16` or
             `bf16`), or one of each joined by +, such as "block:8+int8".
-        budget: Instead of `spec`, the maximum size of the saved bundle: "70MB", "10%" of dense float32, or a number of
-            bytes. Codecs are chosen per matrix to minimise the total error.
+        budget: Maximum size of the saved bundle: a size such as "70MB", a percentage such as "10%" of the size of all
+            matrices in dense float32, or a number of bytes. It is passed instead of `spec`. The codecs of the matrices
+            are then chosen such that the total error is small.
 
     Returns:
         The compressed curvature.
@@ -84,17 +85,18 @@ def choose_codecs(
 ) -> CodecChoice:
     """Chooses the codec for each matrix according to a spec or a budget.
 
-    For a budget, all candidates are tried on every matrix.
+    If a budget is passed, every codec in `CANDIDATES` is tried on every matrix.
 
     Args:
         curvature: The curvature to compress.
         spec: See `compress`.
         budget: See `compress`.
-        on_progress: Called with the number of groups of matrices done and their total.
+        on_progress: Called with the number of groups of matrices done and the total number. The matrices of a group
+            share one codec.
         with_vector: Whether the file will also contain the errors on a task vector, which take additional space.
 
     Returns:
-        The codec for each matrix.
+        The choice of one codec for each matrix.
 
     Raises:
         KfacpackError: If `spec` and `budget` are both passed or both missing, if the spec is invalid, or if the budget
@@ -123,7 +125,7 @@ def _choose_for_budget(
 
 
 def _fit_budget(files: _CandidateFiles, search: BudgetSearch, limit: int, budget: str | int) -> OptionIndices:
-    """Returns the best options whose file, including its header, has at most `limit` bytes."""
+    """Returns the best choice of options for which the file, including its header, has at most `limit` bytes."""
     single = [picks for picks in files.single if files.size(picks) <= limit]
     header = 0
     while (picks := search.best(limit - header, single)) is not None:
@@ -140,7 +142,7 @@ def _fit_budget(files: _CandidateFiles, search: BudgetSearch, limit: int, budget
 
 @dataclass(frozen=True)
 class _CandidateFiles:
-    """The files that would result from a choice of options."""
+    """Determines the name and the exact size of the file that would result from a choice of options."""
 
     curvature: Curvature
     candidates: Candidates
@@ -154,9 +156,10 @@ class _CandidateFiles:
         return (group.options[pick] for group, pick in zip(self.candidates.groups, picks, strict=True))
 
     def size(self, picks: OptionIndices) -> int:
-        """Returns the exact file size in bytes, computed from the shapes and from the losses to be recorded.
+        """Returns the exact size of the file in bytes, for a choice of options.
 
-        Losses on a task vector are not known yet, so their maximum size is assumed.
+        It follows from the shapes of the compressed matrices and the errors that the file records. Errors on a task
+        vector are not known yet, so they are assumed to have as many digits as possible.
         """
         encoded: dict[int, tuple[CodecChain, Matrix]] = {}
         sides: dict[tuple[int, ...], FactorPair] = {}
@@ -184,11 +187,11 @@ def compress_with(
     Args:
         curvature: The curvature to compress.
         choice: The codec for each matrix.
-        vector: A task vector on which the error of `quadratic` is also measured.
-        on_progress: Called with the number of blocks done and their total.
+        vector: A task vector for which the error of `quadratic` is also measured. Defaults to no such measurement.
+        on_progress: Called with the number of blocks done and the total number.
 
     Returns:
-        The compressed curvature and its errors.
+        The compressed curvature, and a report on its sizes and errors.
     """
     encoded: dict[int, tuple[CodecChain, Matrix]] = {}
     sides: dict[tuple[int, ...], FactorPair] = {}
@@ -212,7 +215,7 @@ def compress_with(
 
 
 def _vector_measure(curvature: Curvature, vector: Vector) -> Measure:
-    """Returns a function that computes a block's `quadratic` on a task vector, before and after compression."""
+    """Returns a function that computes `quadratic` of a task vector for a block before and after compression."""
     shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
 
     def measure(before: CurvatureBlock, after: CurvatureBlock) -> tuple[float, float]:

@@ -1,12 +1,14 @@
-"""Exact errors of compression, computed without forming Kronecker products, and reports per block and in total.
+"""Exact errors of compression, computed without forming Kronecker products, and reports of sizes and errors.
 
-A block is G = Σ_t w_t ⊗_k M_kt, where k runs over the sides of the product (B and A; a dense G has one side) and t over
-its terms. Let N be the compressed matrices and D = M − N. The difference telescopes,
+A block is G = Σ_t w_t ⊗_k M_kt, where t runs over its terms and k over the sides of the product. The sides are B and A,
+or G alone if the block is a single matrix. Let N be the compressed matrices, D = M − N, and G' the compressed block.
+The difference of the products in one term is the telescoping sum
 
     ⊗_k M_k − ⊗_k N_k  =  Σ_k  N_1 ⊗ … ⊗ N_{k−1} ⊗ D_k ⊗ M_{k+1} ⊗ …
 
-and inner products of Kronecker products are products of inner products. Therefore, ‖G − G'‖² follows from the inner
-products of M, N and D on each side, and none of its terms is a small difference of large numbers.
+The inner product of two Kronecker products is the product of the inner products of their factors. Therefore,
+‖G − G'‖² follows from the inner products of M, N and D on each side. None of the terms is a small difference of large
+numbers, so rounding errors are small.
 """
 
 from __future__ import annotations
@@ -44,12 +46,15 @@ if TYPE_CHECKING:
 
 
 _PANEL = 2**18
-"""Number of values of each matrix that are converted to float64 at a time."""
+"""Number of values of each matrix that are converted to float64 at a time, to save memory."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Norms and traces of G and of its error G − G'. The moments of blocks add up to those of the curvature."""
+    """Norms and traces of a curvature or block G and of its error G − G', where G' is the compressed G.
+
+    The moments of a curvature are the sums of the moments of its blocks.
+    """
 
     size: float = 0.0
     """‖G‖²."""
@@ -73,23 +78,24 @@ class Moments:
 
     @property
     def frobenius(self) -> float:
-        """Relative error ‖G − G'‖ / ‖G‖."""
+        """Relative error in the Frobenius norm, ‖G − G'‖ / ‖G‖, where G' is the compressed G."""
         return _ratio(self.lost, self.size)
 
     @property
     def quadratic(self) -> float:
-        """Relative error of `quadratic` on random τ: the root mean square of q(τ) − q'(τ), divided by that of q(τ).
+        """Relative error of `quadratic` on random τ ~ N(0, I).
 
-        For τ ~ N(0, I), E[(τᵀ M τ)²] = 2 ‖M‖² + (tr M)², so no random τ needs to be drawn.
+        This is the root mean square of τᵀ (G − G') τ, divided by the root mean square of τᵀ G τ. Both follow from
+        E[(τᵀ M τ)²] = 2 ‖M‖² + (tr M)², which holds for every symmetric matrix M, so no random τ is drawn.
         """
         return _ratio(2 * self.lost + self.lost_trace**2, 2 * self.size + self.trace**2)
 
     @property
     def along(self) -> float:
-        """Relative error of the mean of `quadratic` on τ ~ N(0, G), where E[τᵀ M τ] = <M, G>.
+        """Relative error of the mean of `quadratic` over τ ~ N(0, G), |<G − G', G>| / ‖G‖².
 
         Training moves a model mostly in directions of large curvature, so such τ resemble real task vectors more than
-        isotropic noise does. Errors of different blocks do not cancel.
+        isotropic noise does. The absolute errors of the blocks are added, so errors of different blocks do not cancel.
         """
         return self.lost_along / self.size if self.size > 0 else 0.0
 
@@ -100,9 +106,10 @@ def _ratio(lost: float, total: float) -> float:
 
 @dataclass(frozen=True)
 class FactorPair:
-    """One side of a block with T terms: the original M_t, the compressed N_t, and D_t = M_t − N_t.
+    """Inner products and traces of the matrices on one side of a block with T terms, such as the factors B.
 
-    Leading dimensions index alternative choices of the N_t.
+    M_t are the original matrices, N_t the compressed matrices, and D_t = M_t − N_t. Leading dimensions of the tensors
+    index alternative choices of the N_t.
     """
 
     gram: Tensor
@@ -112,7 +119,7 @@ class FactorPair:
 
     @classmethod
     def stack(cls, sides: Sequence[FactorPair]) -> FactorPair:
-        """Stacks alternatives along a new first dimension."""
+        """Stacks alternative choices of the compressed matrices along a new first dimension."""
         return cls(torch.stack([side.gram for side in sides]), torch.stack([side.traces for side in sides]))
 
     def inner(self) -> Tensor:
@@ -134,15 +141,14 @@ class FactorPair:
 
 
 M, D, N = range(3)
-"""Indices of the original matrices, the differences and the compressed matrices in `FactorPair.inner`."""
+"""Indices of the original matrices M, the differences D and the compressed matrices N in `FactorPair.inner`."""
 
 
 def compare(before: Sequence[Matrix], after: Sequence[Matrix]) -> FactorPair:
-    """Computes the inner products of the original and compressed matrices on one side of a block.
+    """Computes the inner products and traces of the original and compressed matrices on one side of a block.
 
     Args:
-        before: The original matrices, one per term. All of them are unpacked at once, but diagonal matrices remain
-            vectors.
+        before: The original matrices, one per term. All of them are unpacked at once.
         after: The compressed matrices, one per term.
 
     Returns:
@@ -169,14 +175,14 @@ def compare(before: Sequence[Matrix], after: Sequence[Matrix]) -> FactorPair:
 
 
 def moments(weights: Sequence[float], sides: Sequence[FactorPair]) -> Moments:
-    """Computes the moments of a block, G = Σ_t weights[t] · ⊗ over the sides.
+    """Computes norms and traces of a block G = Σ_t weights[t] · B_t ⊗ A_t, or of a single matrix G, and of its error.
 
     Args:
-        weights: Weight of each term.
-        sides: Inner products on each side.
+        weights: Weight of each term; (1,) for a single matrix.
+        sides: Inner products of the matrices B and of the matrices A, or of the single matrix.
 
     Returns:
-        The moments.
+        The norms and traces of the original block and of the difference that compression makes.
     """
     return Moments(*(float(moment) for moment in moment_table(weights, sides)))
 
@@ -184,14 +190,15 @@ def moments(weights: Sequence[float], sides: Sequence[FactorPair]) -> Moments:
 def moment_table(
     weights: Sequence[float], sides: Sequence[FactorPair]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Computes the fields of `Moments` for all alternatives of the sides.
+    """Computes the moments of a block for every combination of alternative compressed matrices; see `moments`.
 
     Args:
-        weights: Weight of each term.
-        sides: Inner products on each side; their leading dimensions are broadcast.
+        weights: Weight of each term; (1,) for a single matrix.
+        sides: Inner products of the matrices B and of the matrices A, or of the single matrix. The leading dimensions,
+            which index the alternatives, are broadcast.
 
     Returns:
-        The fields of `Moments` in order, each with the broadcast shape.
+        The fields of `Moments` in order, each as a tensor with the broadcast leading dimensions.
     """
     w = torch.tensor(weights, dtype=torch.float64)
     inner, traces = [side.inner() for side in sides], [side.trace() for side in sides]
@@ -219,17 +226,17 @@ class BlockCompressionReport:
     name: str
     """Name of the block."""
     step: str | None
-    """The codec, or the codecs of its matrices in order; None if the block is unchanged."""
+    """The codec of the matrices, or their codecs separated by commas; None if the block is unchanged."""
     kept: tuple[str, ...]
     """Roles of the matrices that are unchanged because no step made them smaller."""
     bytes: int
-    """Size of the block's matrices in a file, in bytes, without matrices shared with an earlier block."""
+    """Size of the block's matrices in a file, in bytes. Matrices that an earlier block shares are not included."""
     dense_bytes: int
-    """Size of the same matrices as dense float32, in bytes. Diagonal matrices count as vectors."""
+    """Size of the same matrices in dense float32, in bytes. Diagonal matrices count as vectors."""
     moments: Moments
     """Norms, traces and errors of the block."""
     on_vector: QuadraticPair | None = None
-    """Values of `quadratic` on a task vector before and after compression; None if no vector was passed."""
+    """Values of `quadratic` on a task vector before and after compression, or None if no vector was passed."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +253,7 @@ class CompressionReport:
 
     @property
     def dense_bytes(self) -> int:
-        """Size of all matrices as dense float32, in bytes. Diagonal matrices count as vectors."""
+        """Size of all matrices in dense float32, in bytes. Diagonal matrices count as vectors."""
         return sum(block.dense_bytes for block in self.blocks)
 
     @property
@@ -256,27 +263,31 @@ class CompressionReport:
 
     @property
     def on_vector(self) -> QuadraticPair | None:
-        """Values of `quadratic` on a task vector before and after compression; None if no vector was passed."""
+        """Values of `quadratic` on a task vector before and after compression, or None if no vector was passed."""
         values = [block.on_vector for block in self.blocks if block.on_vector is not None]
         return (sum(before for before, _ in values), sum(after for _, after in values)) if values else None
 
 
 def relative_error(pair: QuadraticPair | None) -> float | None:
-    """Returns |q' − q| / |q| for a pair (q, q'), or None if the pair is None or q is zero."""
+    """Returns |q' − q| / |q| for a pair (q, q') of values before and after compression.
+
+    Returns None if `pair` is None or q is zero.
+    """
     return abs(pair[1] - pair[0]) / abs(pair[0]) if pair and pair[0] else None
 
 
 def assemble_report(
     block: CurvatureBlock, encoded: EncodedMatrices, sides: FactorPairs, counted: set[int], measure: Measure | None
 ) -> tuple[CurvatureBlock, BlockCompressionReport]:
-    """Builds a compressed block, which records its error, and the report on it.
+    """Builds a compressed block, which records its approximation errors, and a report on it.
 
     Args:
         block: The original block.
         encoded: The compressed matrices, by the ids of the original matrices.
-        sides: The inner products on each side.
+        sides: The inner products on each side, by the ids of the original matrices on this side.
         counted: Ids of the compressed matrices in earlier blocks. The function adds those in this block.
-        measure: Function that computes `quadratic` on a task vector before and after compression, or None.
+        measure: Function that computes `quadratic` on a task vector for the block before and after compression. If it
+            is None, `quadratic` is not measured.
 
     Returns:
         The compressed block and the report on it.
@@ -305,13 +316,13 @@ def assemble_report(
 def finish_report(
     before: Curvature, blocks: Sequence[CurvatureBlock], reports: Sequence[BlockCompressionReport], name: str
 ) -> tuple[Curvature, CompressionReport]:
-    """Builds the compressed curvature, which records its total error, and the report on it.
+    """Builds the compressed curvature, which records its total approximation errors, and a report on it.
 
     Args:
         before: The original curvature.
         blocks: The compressed blocks.
         reports: One report per block.
-        name: Name of the compression step.
+        name: Name under which the errors are recorded, such as the codec.
 
     Returns:
         The compressed curvature and the report on it.
@@ -328,5 +339,5 @@ def _loss(step: str, errors: Moments, on_vector: QuadraticPair | None) -> Loss:
 
 
 def dense_bytes(matrix: Matrix) -> int:
-    """Returns the size of a matrix as dense float32, in bytes. A diagonal matrix counts as a vector."""
+    """Returns the size of a matrix in dense float32, in bytes. A diagonal matrix counts as a vector."""
     return 4 * LAYOUTS[matrix.form].full(matrix.side)

@@ -1,8 +1,9 @@
 """Blocks of a curvature: the parameters that a block covers, and how its matrices act on them.
 
-Shapes: the pieces of a block's `Join` arrange its parameters in one matrix ΔW, (rows, columns). A bias is the last
-column, next to its weight; the rows of a fused projection may be divided among several blocks; a parameter used as
-`x @ W` is transposed. A block maps (rows, columns) to (rows, columns). ΔW is flattened in row-major order.
+Shapes: the `Join` of a block arranges the changes to its parameters in one matrix ΔW, (rows, columns). Each of its
+pieces places one parameter, or some rows of one, in ΔW. A bias is the last column, next to its weight. The rows of a
+fused projection may be divided among several blocks. A parameter that the model uses as `x @ W` is transposed.
+The product G ΔW has the shape of ΔW; if G is a single matrix, it acts on ΔW flattened in row-major order.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def gather(tau: Mapping[str, Tensor], join: Join, shapes: ParameterShapes) -> Tensor:
-    """Joins parameters into the matrix ΔW of a block.
+    """Joins the changes to parameters into the matrix ΔW of a block.
 
     Args:
         tau: Changes to parameters by name, with at least one parameter of the block. Missing parameters count as zero.
@@ -38,21 +39,21 @@ def gather(tau: Mapping[str, Tensor], join: Join, shapes: ParameterShapes) -> Te
         shapes: Shapes of the parameters, by name.
 
     Returns:
-        ΔW, (rows, columns), in the promoted dtype of the tensors, at least float32.
+        ΔW, (rows, columns), in float32, or in float64 if one of the tensors is float64.
     """
     return gather_stack(tau, [join], shapes)[0]
 
 
 def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: ParameterShapes) -> Tensor:
-    """Joins parameters into the matrices ΔW of several blocks.
+    """Joins the changes to parameters into the matrices ΔW of several blocks.
 
     Args:
         tau: Changes to parameters by name, with at least one parameter of the blocks. Missing parameters count as zero.
-        joins: Position of each parameter in the matrix of each block; all have the same `join_layout`.
+        joins: Position of each parameter in the matrix of each block. `join_layout` must return the same key for all.
         shapes: Shapes of the parameters, by name.
 
     Returns:
-        ΔW of each block, (blocks, rows, columns), in the promoted dtype of the tensors, at least float32.
+        ΔW of each block, (blocks, rows, columns), in float32, or in float64 if one of the tensors is float64.
     """
     names = [piece.parameter for join in joins for piece in join.pieces]
     tensors = [tau[name] for name in names if name in tau]
@@ -106,11 +107,11 @@ def accumulate(
 
     Args:
         delta: ΔW of each block, (blocks, rows, columns).
-        joins: Position of each parameter in the matrix of each block; all have the same `join_layout`. No two blocks
-            may cover the same elements of a parameter.
+        joins: Position of each parameter in the matrix of each block. `join_layout` must return the same key for all.
+            No two blocks may cover the same elements of a parameter.
         shapes: Shapes of the parameters, by name.
         sums: Tensors to add to, by name. Parameters that are not in `sums` are skipped.
-        factor: Multiplier.
+        factor: Factor by which each parameter is multiplied before it is added.
     """
     for pieces in zip(*(join.pieces for join in joins), strict=True):
         chosen = [index for index, piece in enumerate(pieces) if piece.parameter in sums]
@@ -122,7 +123,7 @@ def accumulate(
         if len(joins) == 1:
             targets[0].add_(values[0], alpha=factor)
         else:
-            # Make the parts contiguous, because kernels for many tensors need equal strides.
+            # Make the tensors contiguous, because kernels for many tensors need equal strides.
             parts = values.contiguous().unbind()
             add_each(targets, [parts[index] for index in chosen], factor)
 
@@ -149,7 +150,7 @@ def _region(delta: Tensor, piece: Piece, shapes: ParameterShapes) -> Tensor:
 
 
 def _piece_values(delta: Tensor, piece: Piece, shapes: ParameterShapes) -> Tensor:
-    """Returns the values of a piece, with the dimensions in the order of its parameter."""
+    """Returns the region of ΔW that a piece covers, transposed if ΔW contains the transpose of the parameter."""
     region = _region(delta, piece, shapes)
     return region.mT if piece.view == "transposed" else region
 
@@ -160,7 +161,7 @@ def _rows_of(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def _stack_pieces(tau: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Tensor:
-    """Returns the values of pieces with the same layout, (pieces, height, width). A single piece is not copied."""
+    """Stacks the values of pieces of equal shape and view, (pieces, height, width). A single piece is not copied."""
     tensors = [_rows_of(tau[piece.parameter], piece) for piece in pieces]
     stacked = torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
     if pieces[0].view == "column":
@@ -170,14 +171,14 @@ def _stack_pieces(tau: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Tensor:
 
 
 class BlockStructure(ABC):
-    """The structure of a block: how its G is composed of matrices."""
+    """The structure of a block: how the matrix G of the block is composed of the matrices that are stored."""
 
     @abstractmethod
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
-        """Computes G ΔW.
+        """Multiplies the matrix G of the block by a change ΔW to the parameters of the block.
 
         Args:
-            delta: ΔW, (rows, columns); with leading dimensions if `multiply` supports them.
+            delta: ΔW, (rows, columns). Leading batch dimensions are allowed if `multiply` supports them.
             multiply: Function that computes the product of a matrix and a tensor. Defaults to `Matrix.matmul`.
 
         Returns:
@@ -186,15 +187,15 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Yields every matrix as a pair (role, matrix), where the role is "A", "B" or "G", in the order of saving.
+        """Yields a pair (role, matrix) for every matrix, in the order in which the matrices are saved.
 
-        If there are several terms, the role includes the index of the term, as in "A.0".
+        The role is "A", "B" or "G". If there are several terms, it includes the index of the term, as in "A.0".
         """
 
     @property
     @abstractmethod
     def weights(self) -> tuple[float, ...]:
-        """Weight w_t of each term of G = Σ_t w_t · B_t ⊗ A_t; (1,) if G is a single matrix."""
+        """Weights w_t of the terms of G = Σ_t w_t · B_t ⊗ A_t, or (1,) if G is a single matrix."""
 
     @property
     @abstractmethod
@@ -224,7 +225,7 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Returns the reason why the matrices cannot act on a (rows, columns) matrix, or None if they can.
+        """Returns the reason why G cannot be multiplied by a (rows, columns) matrix ΔW, or None if it can.
 
         Args:
             rows: Number of rows of ΔW.
@@ -234,11 +235,11 @@ class BlockStructure(ABC):
     @classmethod
     @abstractmethod
     def from_entry(cls, entry: Any, matrices: Mapping[str, Matrix]) -> BlockStructure:
-        """Builds the structure from a manifest entry.
+        """Builds the structure from the entry of a block in the manifest of a bundle.
 
         Args:
             entry: The entry of the block.
-            matrices: Matrices by name.
+            matrices: The matrices of the bundle, by name.
 
         Returns:
             The structure.
@@ -246,16 +247,16 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry | DenseEntry:
-        """Returns the manifest entry.
+        """Returns the entry that describes the block in the manifest of a bundle.
 
         Args:
-            identifiers: Names of the matrices, by role.
-            **common: Fields of the entry that all structures have.
+            identifiers: Names of the matrices in the bundle, by role.
+            **common: Fields of the entry that do not depend on the structure.
         """
 
     @abstractmethod
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the description of the structure in exported files, as JSON data.
+        """Returns the description of the structure that `kfacpack.export` writes, as JSON data.
 
         Args:
             names: Names of the tensors, by role.
@@ -266,7 +267,7 @@ class BlockStructure(ABC):
 class Kronecker(BlockStructure):
     """A sum of Kronecker products, G = Σ weight · B ⊗ A.
 
-    There is one term for a single task, and there may be several for a merged curvature.
+    The curvature of a single task has one term per block. A merged curvature may have several.
 
     Example:
         >>> import torch
@@ -294,20 +295,20 @@ class Kronecker(BlockStructure):
         return cls(((B, A, weight),))
 
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
-        """Computes Σ weight · B ΔW A."""
+        """Computes the product G ΔW, which is the sum of weight · B ΔW A over the terms."""
         # A is symmetric, so ΔW A = (A ΔWᵀ)ᵀ.
         products = ((multiply(B, multiply(A, delta.mT).mT), weight) for B, A, weight in self.terms)
         return reduce(add, (product if weight == 1 else weight * product for product, weight in products))
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Yields B and A of every term with the roles "B" and "A", or "B.0", "A.0", "B.1", … for several terms."""
+        """Yields B and A of every term. Their roles are "B" and "A", or "B.0", "A.0", "B.1", … for several terms."""
         for suffix, (B, A, _) in zip(self._suffixes(), self.terms, strict=True):
             yield f"B{suffix}", B
             yield f"A{suffix}", A
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Weight of each term."""
+        """The weight of each term."""
         return tuple(weight for _, _, weight in self.terms)
 
     @property
@@ -317,7 +318,7 @@ class Kronecker(BlockStructure):
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Kronecker:
-        """Builds the structure from its weights and its matrices, (all B, all A)."""
+        """Builds the structure from the weights of the terms and the matrices, as a pair (all B, all A)."""
         B, A = sides
         return cls(tuple(zip(B, A, weights, strict=True)))
 
@@ -326,12 +327,12 @@ class Kronecker(BlockStructure):
         return Kronecker(tuple((function(B), function(A), weight) for B, A, weight in self.terms))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Checks that every B has side `rows` and every A has side `columns`."""
+        """Checks that every B has the shape (rows, rows) and every A has the shape (columns, columns)."""
         if not self.terms:
             return "has no terms"
         for B, A, _ in self.terms:
             if (B.side, A.side) != (rows, columns):
-                return f"expected B of side {rows} and A of side {columns}, got {B.side} and {A.side}"
+                return f"expected B of side length {rows} and A of side length {columns}, got {B.side} and {A.side}"
         return None
 
     @classmethod
@@ -340,12 +341,12 @@ class Kronecker(BlockStructure):
         return cls(tuple((matrices[term.B], matrices[term.A], term.weight) for term in entry.terms))
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry:
-        """Returns the manifest entry; `identifiers` maps each role to the name of its matrix."""
+        """Returns the manifest entry of the block. `identifiers` maps each role to the name of its matrix."""
         terms = tuple(Term(**term) for term in self._named_terms(identifiers))
         return KroneckerEntry(structure="kronecker", terms=terms, **common)
 
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns `{"terms": [{"B": …, "A": …, "weight": …}, …]}`."""
+        """Returns the names and weights of all terms, `{"terms": [{"B": …, "A": …, "weight": …}, …]}`."""
         return {"terms": list(self._named_terms(names))}
 
     def _named_terms(self, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -358,7 +359,9 @@ class Kronecker(BlockStructure):
 
 @dataclass(frozen=True)
 class Whole(BlockStructure):
-    """A single matrix G over the flattened parameters: dense, for example for norms and class tokens, or diagonal.
+    """The structure of a block whose G is a single matrix over the flattened parameters.
+
+    G is dense, for example for normalisation layers and class tokens, or diagonal.
 
     Example:
         >>> import torch
@@ -380,17 +383,17 @@ class Whole(BlockStructure):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The single weight, 1."""
+        """The weights of the terms: always (1,), because G is a single matrix."""
         return (1.0,)
 
     @property
     def sides(self) -> tuple[tuple[Matrix, ...], ...]:
-        """The single matrix, as ((G,),)."""
+        """The single matrix G, as ((G,),)."""
         return ((self.matrix,),)
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Whole:
-        """Builds the structure from its weights, (1,), and its matrix, ((G,),).
+        """Builds the structure from the weights (1,) and the matrices ((G,),).
 
         Raises:
             ValueError: If the weights are not (1,).
@@ -405,9 +408,9 @@ class Whole(BlockStructure):
         return Whole(function(self.matrix))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Checks that the matrix has side rows · columns."""
+        """Checks that the matrix has rows · columns rows, one for each element of ΔW."""
         if self.matrix.side != rows * columns:
-            return f"expected a matrix of side {rows * columns}, got {self.matrix.side}"
+            return f"expected a matrix of side length {rows * columns}, got {self.matrix.side}"
         return None
 
     @classmethod
@@ -416,11 +419,11 @@ class Whole(BlockStructure):
         return cls(matrices[entry.matrix])
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> DenseEntry:
-        """Returns the manifest entry; `identifiers` maps "G" to the name of the matrix."""
+        """Returns the manifest entry of the block. `identifiers` maps "G" to the name of the matrix."""
         return DenseEntry(structure=self.matrix.structure, matrix=identifiers["G"], **common)
 
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns `{"G": name}`."""
+        """Returns `{"G": name}`, where `name` is the name of the matrix."""
         return {"G": names["G"]}
 
 
@@ -430,7 +433,7 @@ STRUCTURES: dict[str, type[BlockStructure]] = {"kronecker": Kronecker, "dense": 
 
 @dataclass(frozen=True)
 class CurvatureBlock:
-    """One block of a curvature.
+    """One block of a curvature: its parameters, their positions in ΔW, and the matrix G over them.
 
     Example:
         >>> import torch
@@ -449,7 +452,7 @@ class CurvatureBlock:
     join: Join
     """Position of each parameter in ΔW."""
     structure: BlockStructure
-    """The matrix G of the block."""
+    """The structure that defines the matrix G of the block."""
     losses: tuple[Loss, ...] = ()
     """Errors of the lossy steps (codecs and merge rules) that produced the block."""
 

@@ -1,4 +1,4 @@
-"""The curvature of a task: the GGN of f at the base parameters, block by block.
+"""The curvature of a task: the diagonal blocks of the generalised Gauss-Newton matrix of f at the base parameters.
 
 This module also identifies base models, loads bundles as curvatures, and checks the matrices of a bundle.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def covered_parameters(
     tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], owner: str
 ) -> dict[str, Tensor]:
-    """Selects and checks the parameters of a task vector that a curvature or another object covers.
+    """Selects the parameters of a task vector that a curvature or another object covers, and checks their values.
 
     Args:
         tau: Changes to parameters, by name.
@@ -49,7 +49,8 @@ def covered_parameters(
         The covered part of `tau`.
 
     Raises:
-        TaskVectorError: If `tau` has none of the covered parameters, or one of them has a different shape.
+        TaskVectorError: If `tau` has none of the covered parameters, or the value of one of them is not a float tensor
+            of the parameter's shape.
     """
     _require_mapping(tau)
     covered = {name: tau[name] for name in tau if name in shapes}
@@ -80,7 +81,7 @@ def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
         if name not in shapes:
             raise TaskVectorError(
                 f"parameter {name!r} is not covered by this {owner}{did_you_mean(name, shapes)} "
-                "To drop parameters that are not covered: "
+                "To drop all parameters that are not covered, use "
                 f"{{name: value for name, value in tau.items() if name in {owner}.parameters}}"
             )
         if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
@@ -140,7 +141,7 @@ def identify(
 
 
 def weights_of_model(model: nn.Module | Mapping[str, Tensor]) -> WeightReader:
-    """Returns a function that reads parameters of a module or state dict, for comparison with a bundle."""
+    """Returns a function that reads the parameters of a module or state dict, to compare them with a bundle."""
     state = _state_dict(model)
 
     def read(name: str) -> tuple[str, tuple[int, ...], memoryview] | None:
@@ -223,7 +224,7 @@ class Curvature(PretrainedMixin):
         return self.bundle.digest if self.bundle else digest_of(self)
 
     def quadratic(self, tau: Mapping[str, Tensor]) -> Tensor:
-        """Computes <τ, G τ>, summed over the blocks and differentiable in τ.
+        """Computes <τ, G τ>, the sum over all blocks. The result is differentiable with respect to τ.
 
         Args:
             tau: Task vector, {state-dict name: tensor of the parameter's shape}. Missing parameters count as zero.
@@ -237,14 +238,15 @@ class Curvature(PretrainedMixin):
         return torch.stack([block.quadratic(tau, self._shapes) for block in self._blocks_for(tau)]).sum()
 
     def apply(self, tau: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Computes G τ.
+        """Computes the product G τ of the curvature and a task vector τ.
 
         Args:
             tau: Task vector, {state-dict name: tensor of the parameter's shape}. Missing parameters count as zero.
 
         Returns:
-            G τ by name, in state-dict order: parameters of `tau` in their own dtype, other parameters of the same
-            blocks in at least float32. Blocks without a parameter in `tau`, where G τ is zero, are omitted.
+            G τ by parameter name, in state-dict order. It contains all parameters of the blocks that cover a parameter
+            of `tau`; in all other blocks, G τ is zero. The result for a parameter of `tau` has the same dtype as the
+            parameter in `tau`, and the other results are in at least float32.
 
         Raises:
             TaskVectorError: If a parameter of `tau` is not covered or has a different shape.
@@ -259,9 +261,9 @@ class Curvature(PretrainedMixin):
     def to(self, device: str | torch.device, dtype: torch.dtype = torch.float32) -> Curvature:
         """Returns the same curvature with its matrices unpacked and kept on a device.
 
-        Repeated calls to `apply` and `quadratic` then do not read, unpack or copy matrices. The kept matrices are used
-        only for task vectors on this device whose products are computed in `dtype`. `save`, `digest` and `about` are
-        not affected, because the stored form is kept as well.
+        Repeated calls to `apply` and `quadratic` then do not read, unpack or copy matrices. The unpacked matrices are
+        used only for task vectors on this device whose products are computed in `dtype`. `save`, `digest` and `about`
+        are not affected, because the new curvature also keeps the matrices in their stored form.
 
         Args:
             device: Device of the task vectors.
@@ -307,7 +309,7 @@ class Curvature(PretrainedMixin):
             pack: Whether dense symmetric matrices are stored as lower triangles.
             max_shard_size: Maximum size of each file of a divided bundle, such as `"2GB"`; 5 GB by default. A file with
                 one block, or with several blocks that share a matrix, may be larger.
-            on_progress: Called with the number of matrices written and their total.
+            on_progress: Called with the number of matrices written and the total number.
 
         Raises:
             BundleError: If a value is not finite, or the file cannot be written.
@@ -315,11 +317,11 @@ class Curvature(PretrainedMixin):
         save(self, path, pack=pack, max_shard_size=max_shard_size, on_progress=on_progress)
 
     def _matrices(self) -> dict[int, Matrix]:
-        """Returns every matrix once, by its id."""
+        """Returns all matrices by their ids. A matrix that several blocks share occurs once."""
         return {id(matrix): matrix for block in self.blocks for _, matrix in block.structure.matrices()}
 
     def _blocks_for(self, tau: Mapping[str, Tensor]) -> list[CurvatureBlock]:
-        """Checks τ and returns the blocks that act on it."""
+        """Checks τ and returns the blocks that cover at least one of its parameters."""
         check_task_vector(tau, self._shapes, "curvature")
         return [block for block in self.blocks if any(name in tau for name in block.parameters)]
 
@@ -350,7 +352,7 @@ def load(path: str | os.PathLike[str]) -> Curvature:
 
 
 def from_bundle(bundle: Bundle) -> Curvature:
-    """Returns the curvature of an open bundle."""
+    """Returns the curvature that an open bundle contains. Its tensors are read when they are used."""
     matrices = {name: matrix_of(bundle, name) for name in bundle.matrices}
     blocks = (
         CurvatureBlock(
@@ -373,11 +375,11 @@ def matrix_of(bundle: Bundle, name: str) -> Matrix:
 
 
 def check_form(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
-    """Checks those requirements of each matrix form that depend on the values, such as symmetry.
+    """Checks that the values of each matrix meet the requirements of its form, for example that it is symmetric.
 
     Args:
         bundle: The bundle to check.
-        on_progress: Called with the name of the check, the number of matrices checked and their total.
+        on_progress: Called with the name of the check, the number of matrices checked and the total number.
 
     Returns:
         The number of matrices checked, and the failures.
@@ -393,14 +395,15 @@ def check_form(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
 
 
 def check_psd(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
-    """Checks that the matrices declared to be positive semi-definite are positive semi-definite up to rounding.
+    """Checks that the matrices that are declared to be positive semi-definite are so, up to rounding errors.
 
     Args:
         bundle: The bundle to check.
-        on_progress: Called with the name of the check, the number of matrices checked and their total.
+        on_progress: Called with the name of the check, the number of matrices checked and the total number.
 
     Returns:
-        The number of matrices checked, the failures, and the number of matrices without this declaration.
+        The number of matrices checked, the failures, and the number of matrices that were not checked because they are
+        not declared to be positive semi-definite.
     """
 
     def failure(name: str) -> CheckFailure | None:

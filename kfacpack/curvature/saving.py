@@ -91,7 +91,7 @@ def _shifted(on_progress: OnProgress, done: int, total: int) -> OnProgress:
 
 
 def parse_shard_size(size: int | str) -> int:
-    """Parses a maximum shard size such as `"2GB"`.
+    """Parses a maximum shard size such as `"2GB"` and returns it as a number of bytes.
 
     Raises:
         KfacpackError: If the text is not a size in bytes.
@@ -125,16 +125,20 @@ def save_index(curvature: Curvature, path: Path, parts: Sequence[Path], *, pack:
         for tensor in matrix.tensors
     }
     if digests.keys() != specs.keys():
-        raise BundleError(path, "the tensors in the shards do not match those of the bundle")
+        raise BundleError(path, "the shards do not contain exactly the tensors of the curvature")
     header = sealed_header(path, manifest, specs, digests)
     write_index(path, header, [(part, bundle.digest) for part, bundle in zip(parts, bundles, strict=True)])
 
 
 def _shard_groups(curvature: Curvature, limit: int, *, pack: bool) -> list[Curvature]:
-    """Divides a curvature into groups of at most `limit` bytes; blocks that share tensors are in the same group."""
+    """Divides a curvature into several curvatures of at most `limit` bytes.
+
+    Blocks that share a matrix or a parameter are put into the same curvature, even if it exceeds the limit. A curvature
+    with a single block may also exceed the limit.
+    """
     groups: list[list[CurvatureBlock]] = []
     sizes: list[int] = []
-    owners: dict[object, int] = {}  # group by the id of a matrix or the name of a parameter
+    owners: dict[object, int] = {}  # index of the group that contains a matrix (by id) or a parameter (by name)
     for block in curvature.blocks:
         matrices = [matrix for _, matrix in block.structure.matrices()]
         keys = {*map(id, matrices), *block.parameters}
@@ -160,7 +164,12 @@ def _shard_groups(curvature: Curvature, limit: int, *, pack: bool) -> list[Curva
 
 
 def part_of(curvature: Curvature, blocks: Sequence[CurvatureBlock]) -> Curvature:
-    """Returns a curvature with only the given blocks of another curvature."""
+    """Returns a curvature that has only some blocks of another curvature.
+
+    Args:
+        curvature: The other curvature.
+        blocks: The blocks to keep.
+    """
     covered = {name for block in blocks for name in block.parameters}
     base = curvature.about.base
     parameters = tuple(parameter for parameter in base.parameters if parameter.name in covered)
@@ -186,13 +195,13 @@ def _save_file(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool
 
 
 def file_size(curvature: Curvature) -> int:
-    """Returns the size in bytes of the packed bundle, without reading any values."""
+    """Returns the size in bytes of the file that `Curvature.save` would write, without reading any values."""
     _, manifest, specs = _packed(curvature)
     return bundle_size(manifest, specs)
 
 
 def digest_of(curvature: Curvature) -> str:
-    """Returns the digest of the packed bundle."""
+    """Returns the digest of the file that `Curvature.save` would write. All values are computed and hashed."""
     stored, manifest, specs = _packed(curvature)
     digests = {}
     for name, matrix in stored.items():
@@ -205,7 +214,10 @@ def digest_of(curvature: Curvature) -> str:
 
 
 def _packed(curvature: Curvature) -> tuple[dict[str, Matrix], Manifest, dict[str, Spec]]:
-    """Returns the matrices that a packed bundle would store, its manifest and its tensor specs."""
+    """Returns the content of the file that `Curvature.save` would write.
+
+    This is the matrices in their stored form, by name, the manifest, and the dtype and shape of every tensor.
+    """
     matrices, identifiers = _named_matrices(curvature)
     stored = {name: matrix.for_storage() for name, matrix in matrices.items()}
     return stored, *_manifest_and_specs(curvature, "bundle", stored, identifiers)
@@ -217,7 +229,7 @@ def _manifest_and_specs(
     stored: Mapping[str, Matrix],
     identifiers: Mapping[int, str],
 ) -> tuple[Manifest, dict[str, Spec]]:
-    """Returns the manifest, and the dtype and shape of every tensor."""
+    """Returns the manifest of a bundle, and the dtype and shape of every tensor by name."""
     specs = {
         _tensor_name(name, component): spec
         for name, matrix in stored.items()
@@ -231,7 +243,10 @@ def _manifest_and_specs(
 
 
 def _named_matrices(curvature: Curvature) -> tuple[dict[str, Matrix], dict[int, str]]:
-    """Returns every matrix once, by the name `BLOCK/ROLE` of its first use, and the name of each matrix by its id."""
+    """Returns the matrices of a curvature by name, and the names of the matrices by id.
+
+    A matrix is named `BLOCK/ROLE` after the first block that uses it.
+    """
     matrices: dict[str, Matrix] = {}
     identifiers: dict[int, str] = {}
     for block in curvature.blocks:
@@ -307,16 +322,18 @@ def export(
 ) -> None:
     """Atomically writes every matrix as a dense tensor to a plain safetensors file.
 
-    Tensors are named BLOCK/A and BLOCK/B, or BLOCK/G; with several terms, BLOCK/A.0, BLOCK/A.1, and so on. A block is
-    named after its first parameter, or NAME[start:stop] for a part of a fused parameter. Diagonal matrices are vectors.
-    The metadata contains the joins of the parameters as JSON under "factors", and instructions under "how". Matrices
-    are unpacked one at a time. A matrix that several blocks share is written once for each block.
+    A block with Kronecker factors is written as the tensors BLOCK/A and BLOCK/B or, if it has several terms, as
+    BLOCK/A.0, BLOCK/B.0, BLOCK/A.1 and so on. Any other block is written as one tensor BLOCK/G. BLOCK is the name of
+    the block's first parameter, or NAME[start:stop] for some rows of a fused parameter. Diagonal matrices are written
+    as vectors. In the metadata, "factors" describes as JSON how the parameters of each block are joined, and "how"
+    contains instructions for using the file. Matrices are unpacked one at a time. A matrix that several blocks share
+    is written once for each block.
 
     Args:
         curvature: A curvature, or the path of a bundle.
         path: File to write.
         dtype: Dtype of the tensors, such as "float32" or "bfloat16".
-        on_progress: Called with the number of matrices written and their total.
+        on_progress: Called with the number of matrices written and the total number.
 
     Raises:
         KfacpackError: If a value is out of range for `dtype`, or the file cannot be written.
@@ -376,7 +393,7 @@ def _block_description(block: CurvatureBlock) -> dict[str, Any]:
 
 
 class PretrainedMixin:
-    """Methods that save an object to a directory, upload it to the Hugging Face Hub, and load it from either.
+    """Methods that save a curvature or task vector to a directory or to the Hugging Face Hub, and load it from there.
 
     They follow the conventions of huggingface_hub. The default file name is `curvature.kfac` for a curvature and
     `vector.safetensors` for a task vector.
@@ -423,8 +440,8 @@ class PretrainedMixin:
         Args:
             repo_or_path: A directory or file, `owner/repo`, `owner/repo@revision`, or `hf://owner/repo/file`.
             revision: Branch, tag or commit of the repository. Defaults to the main branch.
-            filename: Name of the file. Defaults to `curvature.kfac` or `vector.safetensors` or, if there is no such
-                file, to the only file of this kind.
+            filename: Name of the file. Defaults to `curvature.kfac` or `vector.safetensors`. If there is no such file,
+                it defaults to the only curvature or the only task vector in the directory or repository.
 
         Returns:
             An instance of this class. Its tensors are read when they are used.

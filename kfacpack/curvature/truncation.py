@@ -5,10 +5,11 @@ Shapes: W is (m, n), in the orientation of a parameter. Its approximation is U V
 
     U V = L⁻ᵀ [Lᵀ W M]_r M⁻¹
 
-where [·]_r is the truncated singular value decomposition. All square roots L and M give the same matrix; Cholesky
-factors are the cheapest. R and C are damped, because directions without curvature would otherwise be lost even at full
-rank. If G is not a single Kronecker product, R ⊗ C is the nearest one in the Frobenius norm, and the result need not be
-the best approximation: compare its error with that of the truncated SVD.
+where [·]_r is the truncated singular value decomposition. The result does not depend on which square roots L and M are
+used; Cholesky factors are the cheapest. R and C are damped, because the part of W in directions without curvature would
+otherwise be lost even at full rank. If G is not a single Kronecker product, R ⊗ C is the nearest one in the Frobenius
+norm. The result is then not always the best approximation in the metric of G, so callers compare its error with that of
+the truncated singular value decomposition.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ KroneckerTerm: TypeAlias = tuple[Tensor, Tensor, float]
 _DAMPINGS = (1e-8, 1e-6)
 """Damping values, relative to the mean eigenvalue, in the order in which they are tried."""
 _NEGLIGIBLE = 1e-7
-"""Directions whose relative singular value is smaller are considered rounding errors of float32."""
+"""Singular values smaller than this fraction of the largest one are considered rounding errors of float32."""
 _MAX_DENSE = 4096
-"""Largest side of a dense block whose nearest Kronecker product is computed."""
+"""Maximum number of elements of a weight that a dense block covers, if its nearest Kronecker product is computed."""
 _POWER_STEPS = 50
 
 
 def truncate(W: Tensor, rank: int) -> LowRankPair:
-    """Returns the best approximation of rank `rank` in the Frobenius norm, as a product.
+    """Returns the best low-rank approximation of a matrix W in the Frobenius norm, as the factors of a product U V.
 
     Args:
         W: Float64 matrix, (m, n).
@@ -58,12 +59,14 @@ def truncate(W: Tensor, rank: int) -> LowRankPair:
 
 
 def truncate_in_metric(W: Tensor, R: Tensor, C: Tensor, rank: int) -> LowRankPair:
-    """Returns the best approximation of rank `rank` in the norm <X, R X C>, as a product.
+    """Returns the best low-rank approximation of a matrix W in the norm <X, R X C>, as the factors of a product U V.
+
+    Negative eigenvalues of R and C are treated as zero. A small multiple of the identity is added to both.
 
     Args:
         W: Float64 matrix, (m, n).
-        R: Symmetric float64 matrix, (m, m). Negative eigenvalues are treated as zero, and all are damped.
-        C: Symmetric float64 matrix, (n, n), treated in the same way.
+        R: Symmetric float64 matrix, (m, m).
+        C: Symmetric float64 matrix, (n, n).
         rank: Maximum rank.
 
     Returns:
@@ -76,7 +79,7 @@ def truncate_in_metric(W: Tensor, R: Tensor, C: Tensor, rank: int) -> LowRankPai
 
 
 def _damped_root(matrix: Tensor) -> Tensor:
-    """Damps a matrix and returns the Cholesky factor L of the result, so that the damped matrix equals L Lᵀ."""
+    """Adds a small multiple of the identity to a matrix, and returns the Cholesky factor L of the sum L Lᵀ."""
     identity = torch.eye(len(matrix), dtype=matrix.dtype)
     mean = float(matrix.diagonal().mean())
     for damping in _DAMPINGS if mean > 0 else ():
@@ -93,7 +96,7 @@ def _damped_root(matrix: Tensor) -> Tensor:
 
 
 def balanced(U: Tensor, V: Tensor) -> LowRankPair:
-    """Returns float32 factors of U V that have the same singular values as each other and no negligible directions.
+    """Returns float32 factors of U V with equal singular values, without the negligible singular values of U V.
 
     Args:
         U: Left factor, (m, r).
@@ -128,7 +131,10 @@ class BlockMetric:
         return sum(float(block.quadratic(tau, {**self._shapes})) for block in self._blocks)
 
     def kronecker(self) -> tuple[Tensor, Tensor] | None:
-        """Returns R (m, m) and C (n, n) such that R ⊗ C is nearest to G; None if G is zero or too large."""
+        """Returns R (m, m) and C (n, n) such that R ⊗ C is the Kronecker product nearest to G.
+
+        Large dense blocks are left out. Returns None if G is zero or no block remains.
+        """
         terms = [term for block in self._blocks for term in self._terms(block)]
         combined = _nearest_term(terms) if terms else None
         return combined if combined and float(combined[0].trace()) > 0 < float(combined[1].trace()) else None
@@ -161,7 +167,10 @@ class BlockMetric:
                 yield self._orient(R.reshape(height, height), C.reshape(width, width), 1.0, piece)
 
     def _orient(self, B: Tensor, A: Tensor, weight: float, piece: Piece) -> KroneckerTerm:
-        """Returns a term in the orientation of the parameter, for all rows of the parameter."""
+        """Converts a term for a piece of ΔW to a term R ⊗ C for the whole parameter.
+
+        R and C are exchanged if ΔW contains the transpose of the parameter. Rows of R outside the piece are zero.
+        """
         R, C = (A, B) if piece.view == "transposed" else (B, A)
         if piece.rows is not None:
             whole = R.new_zeros(self._shape[0], self._shape[0])
@@ -171,7 +180,10 @@ class BlockMetric:
 
 
 def _nearest_term(terms: list[KroneckerTerm]) -> tuple[Tensor, Tensor]:
-    """Returns the Kronecker product nearest to a sum of such products, by power iteration on their coefficients."""
+    """Returns R and C such that R ⊗ C is the Kronecker product nearest to a sum of Kronecker products.
+
+    R and C are linear combinations of the factors in the sum. Their coefficients are computed by power iteration.
+    """
     if len(terms) == 1:
         R, C, weight = terms[0]
         return weight * R, C
@@ -193,7 +205,10 @@ def _gram(matrices: list[Tensor]) -> Tensor:
 
 
 def _leading_pair(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns u and v such that u vᵀ is the best approximation of a matrix; both are non-negative if the matrix is."""
+    """Returns vectors u and v such that u vᵀ is the best approximation of a matrix by a matrix of rank one.
+
+    If no entry of the matrix is negative, no entry of u or v is negative.
+    """
     v = matrix.sum(0) if matrix.shape[0] else matrix.new_zeros(matrix.shape[1])
     for _ in range(_POWER_STEPS):
         u = matrix @ v

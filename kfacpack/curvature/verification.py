@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """The results of the checks of one file."""
+    """The results of all checks of one bundle, as returned by `verify`."""
 
     path: str
     """Path of the file."""
@@ -46,16 +46,17 @@ def verify(
 ) -> Verification:
     """Checks a bundle: hashes, finite values, symmetry, positive semi-definiteness and, optionally, the base model.
 
-    The matrices are checked only if all hashes match and all values are finite.
+    Symmetry is checked only if all hashes match and all values are finite. Positive semi-definiteness is checked only
+    if the check of symmetry passed.
 
     Args:
         path: The bundle.
         model: A module, a state dict, or the path of a safetensors file. If given, its weights are compared with those
             at which the curvature was computed.
-        on_progress: Called with the name of a check, the number of items checked and their total.
+        on_progress: Called with the name of a check, the number of items checked and the total number.
 
     Returns:
-        The results of all checks.
+        The results of all checks that were made.
 
     Raises:
         BundleError: If the file cannot be opened as a bundle.

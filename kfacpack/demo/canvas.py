@@ -3,9 +3,10 @@
 Conventions: the functions process N images at a time; a field is a float32 array (N, size, size). Coordinates run from
 -1 to 1 over an image, with x to the right and y down. A coverage is a field between 0 (background) and 1 (ink).
 
-Only + - * / sqrt, floor and comparisons are used, element by element: unlike sines, sums and font rasterisers, they
-give the same bits on every machine. Glyphs are outlines from matplotlib's fonts, read as integers by fontTools and
-filled by this module. FreeType is not used, because its results differ between versions.
+The functions use only +, -, *, /, sqrt, floor and comparisons, element by element. Unlike sines, sums over arrays and
+font rasterisers, these operations give the same bits on every machine. Glyphs are outlines from matplotlib's fonts,
+which fontTools reads as integers and this module fills. FreeType is not used, because its results differ between
+versions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def grid_points(count: int, size: int = SIZE) -> tuple[Field, Field]:
 
 
 def translate(x: Field, y: Field, centre: tuple[Field, Field], extent: Field) -> tuple[Field, Field]:
-    """Returns coordinates in which an object spans -1 to 1 around its centre.
+    """Converts image coordinates to coordinates in which an object extends from -1 to 1 along each axis.
 
     Args:
         x: Field of x coordinates.
@@ -51,7 +52,7 @@ def translate(x: Field, y: Field, centre: tuple[Field, Field], extent: Field) ->
 
 
 def rotate(x: Field, y: Field, half_tangent: Field) -> tuple[Field, Field]:
-    """Rotates coordinates. The angle is given by the tangent of its half, (N,), so that no sine is needed."""
+    """Rotates coordinates. `half_tangent`, (N,), is the tangent of half the angle, so that no sine is needed."""
     t = per_image(half_tangent)
     norm = np.float32(1) + t * t
     cosine, sine = (np.float32(1) - t * t) / norm, np.float32(2) * t / norm
@@ -59,7 +60,7 @@ def rotate(x: Field, y: Field, half_tangent: Field) -> tuple[Field, Field]:
 
 
 def bend(x: Field, y: Field, rng: CounterRandom, strength: Field, knots: int = 4) -> tuple[Field, Field]:
-    """Displaces coordinates by smooth random fields with values of at most `strength`, (N,)."""
+    """Adds smooth random fields, with values from -`strength` to `strength`, (N,), to the coordinates."""
     count = len(x)
     shift = rng.uniform((2, count, knots, knots), -1, 1)
     return (
@@ -69,7 +70,7 @@ def bend(x: Field, y: Field, rng: CounterRandom, strength: Field, knots: int = 4
 
 
 def interpolate(knots: Field, size: int = SIZE) -> Field:
-    """Interpolates values on a coarse grid, (N, K, K), at every pixel of an image."""
+    """Interpolates values that are given on a coarse grid, (N, K, K), at every pixel of an image."""
     count = len(knots)
     x, y = grid_points(count, size)
     return sample_field(knots, x, y)
@@ -79,7 +80,7 @@ def sample_field(images: Field, x: Field, y: Field) -> Field:
     """Samples images bilinearly at given coordinates.
 
     Args:
-        images: Images, (N, S, S), that span -1 to 1. Outside this range, their border is repeated.
+        images: Images, (N, S, S), which cover the coordinates from -1 to 1. Outside, their border pixels are repeated.
         x: Field of x coordinates.
         y: Field of y coordinates.
     """
@@ -103,13 +104,24 @@ def sample_field(images: Field, x: Field, y: Field) -> Field:
 
 
 def stamp_glyph(stamps: Field, x: Field, y: Field) -> Field:
-    """Samples glyph images, (N, S, S), at given coordinates and returns the coverage. The images span -1 to 1."""
+    """Samples glyph images at given coordinates and returns the coverage.
+
+    Args:
+        stamps: Glyph images, (N, S, S), which cover the coordinates from -1 to 1. Outside, the coverage is 0.
+        x: Field of x coordinates.
+        y: Field of y coordinates.
+    """
     inside = (np.abs(x) < 1) & (np.abs(y) < 1)
     return np.asarray(np.where(inside, sample_field(stamps, x, y), np.float32(0)), dtype=np.float32)
 
 
 def smooth_step(distance: Field, pixel: Field | float) -> Field:
-    """Converts signed distances from an edge, positive inside, to coverage. The transition is one `pixel` wide."""
+    """Converts signed distances from an edge to coverage, from 0 outside (negative) to 1 inside (positive).
+
+    Args:
+        distance: Field of signed distances.
+        pixel: Width of the transition, in the unit of the distances.
+    """
     return np.clip(distance / pixel + np.float32(0.5), 0, 1)
 
 
@@ -120,7 +132,7 @@ def wave(position: Field) -> Field:
 
 
 def blur(field: Field, amount: Field) -> Field:
-    """Averages each pixel with its neighbours; `amount`, (N,), ranges from 0 (unchanged) to 1."""
+    """Averages each pixel with its neighbours; `amount`, (N,), ranges from 0 (unchanged) to 1 (mean of 3×3 pixels)."""
     share = per_image(amount) * np.float32(1 / 3)
     for axis in (1, 2):
         before, after = _shifted(field, axis, 1), _shifted(field, axis, -1)
@@ -135,13 +147,19 @@ def dilate(coverage: Field, amount: Field) -> Field:
 
 
 def blend(ground: Field, ink: Field, coverage: Field) -> Field:
-    """Blends ink over a background, weighted by a coverage; both colours are (N, 1 or size, 1 or size, 3)."""
+    """Returns `ink` where the coverage is 1, `ground` where it is 0, and a weighted mean of both in between.
+
+    Args:
+        ground: Colours of the background, (N, 1 or size, 1 or size, 3).
+        ink: Colours of the ink, (N, 1 or size, 1 or size, 3).
+        coverage: The coverage, (N, size, size).
+    """
     over = coverage[..., None]
     return np.asarray(ground * (1 - over) + ink * over, dtype=np.float32)
 
 
 def constant_field(colours: Field) -> Field:
-    """Reshapes one colour per image, (N, 3), to broadcast over its pixels."""
+    """Reshapes colours, one per image, (N, 3), so that they broadcast over the pixels of the images."""
     return colours[:, None, None, :]
 
 
@@ -151,12 +169,12 @@ def pixels(image: Field) -> NDArray[np.uint8]:
 
 
 def per_image(values: Field) -> Field:
-    """Reshapes one value per image, (N,), to broadcast over fields."""
+    """Reshapes values, one per image, (N,), so that they broadcast over the pixels of fields."""
     return values[:, None, None]
 
 
 def _shifted(field: Field, axis: int, by: int) -> Field:
-    """Shifts a field along an axis; the border is repeated."""
+    """Shifts a field by a number of pixels along an axis. Pixels at the border are repeated."""
     index = np.clip(np.arange(field.shape[axis]) - by, 0, field.shape[axis] - 1)
     return np.take(field, index, axis=axis)
 
@@ -175,7 +193,7 @@ OutlinePoint = tuple[float, float]
 
 @cache
 def render_glyph(character: str, font: str) -> NDArray[np.float32]:
-    """Returns the coverage of a character, (GLYPH_SIZE, GLYPH_SIZE), centred and scaled to fit.
+    """Returns the coverage of a character, (GLYPH_SIZE, GLYPH_SIZE), which is centred and scaled to fit the image.
 
     Args:
         character: Character to draw.
@@ -204,7 +222,7 @@ def has_glyph(character: str, font: str) -> bool:
 
 
 def _fill(edges: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Fills the area inside edges, (E, 2 ends, 2), according to the non-zero winding rule and returns its coverage."""
+    """Returns the coverage of the area that edges, (E, 2 ends, 2), enclose according to the non-zero winding rule."""
     size = GLYPH_SIZE * SAMPLES
     winding = np.zeros((size, size + 1), dtype=np.int64)
     middle = np.arange(size) + 0.5
@@ -264,7 +282,7 @@ def _outline(character: str, font: str) -> NDArray[np.float64]:
 
 @cache
 def _font(name: str) -> tuple[dict[int, str], Any]:
-    """Returns the glyph names of a font by code point, and its glyphs by name."""
+    """Returns a font as two mappings: glyph names by code point, and glyphs by glyph name."""
     require("fonttools", "matplotlib", extra="demo", feature="this task")
     from fontTools.ttLib import TTFont
 

@@ -72,7 +72,7 @@ HEBREW_FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSa
 
 
 def load_hebrew() -> EmbeddedTask:
-    """Returns the task `hebrew`."""
+    """Returns the task `hebrew`: Hebrew letters in ink on lined paper."""
     return _drawn_task(
         "hebrew",
         tuple(HEBREW_LETTERS),
@@ -119,7 +119,7 @@ SYLLABICS_FONTS = ("DejaVuSans", "DejaVuSans-Bold")
 
 
 def load_syllabics() -> EmbeddedTask:
-    """Returns the task `syllabics`."""
+    """Returns the task `syllabics`: Canadian Aboriginal syllables."""
     return _drawn_task(
         "syllabics",
         tuple(SYLLABLES),
@@ -171,7 +171,7 @@ EMBLEMS_FONTS = ("DejaVuSans",)
 
 
 def load_emblems() -> EmbeddedTask:
-    """Returns the task `emblems`."""
+    """Returns the task `emblems`: partly hidden coloured symbols."""
     return _drawn_task(
         "emblems",
         tuple(EMBLEMS),
@@ -206,31 +206,34 @@ HALF = np.float32(0.5)
 
 
 def zigzag(x: Field, y: Field) -> Field:
-    """Draws zigzag lines."""
+    """Pattern of zigzag lines; see `WEAVES`."""
     return wave(y + wave(x)) - HALF
 
 
 def bricks(x: Field, y: Field) -> Field:
-    """Draws bricks in mortar, with every other course shifted by half a brick."""
+    """Pattern of bricks in mortar, with every other course shifted by half a brick; see `WEAVES`."""
     shifted = x * HALF + np.floor(y) * HALF
     return np.float32(0.72) - np.maximum(wave(y), (wave(shifted) - HALF) * 2 * np.float32(0.86))
 
 
 def scales(x: Field, y: Field) -> Field:
-    """Draws rows of arcs, each of which overlaps the row above."""
+    """Pattern of rows of arcs, in which each row overlaps the row above; see `WEAVES`."""
     u = wave(x + np.floor(y) * HALF)
     v = y - np.floor(y)
     return np.float32(0.3) - np.abs(np.sqrt(u * u + v * v) - np.float32(0.8))
 
 
 def basket(x: Field, y: Field) -> Field:
-    """Draws squares of strands, alternately horizontal and vertical."""
+    """Pattern of squares whose strands are alternately horizontal and vertical; see `WEAVES`."""
     vertical = (np.floor(x) + np.floor(y)) % 2 == 0
     return np.where(vertical, wave(x * 2), wave(y * 2)) - HALF
 
 
 def honeycomb(x: Field, y: Field) -> Field:
-    """Draws hexagonal cells. Their centres form two grids; a point belongs to the cell with the nearest centre."""
+    """Pattern of hexagonal cells; see `WEAVES`.
+
+    The centres of the cells form two rectangular grids. A point belongs to the cell whose centre is nearest.
+    """
     high = np.float32(1.7320508)
     first = (np.abs(x - np.floor(x) - HALF), np.abs(y / high - np.floor(y / high) - HALF) * high)
     second = (HALF - first[0], high * HALF - first[1])
@@ -240,7 +243,7 @@ def honeycomb(x: Field, y: Field) -> Field:
 
 
 def crosses(x: Field, y: Field) -> Field:
-    """Draws small crosses."""
+    """Pattern of small crosses; see `WEAVES`."""
     u, v = 1 - wave(x), 1 - wave(y)
     return np.maximum(
         np.minimum(np.float32(0.22) - np.abs(u - HALF), np.float32(0.45) - np.abs(v - HALF)),
@@ -249,24 +252,24 @@ def crosses(x: Field, y: Field) -> Field:
 
 
 def steps(x: Field, y: Field) -> Field:
-    """Draws stairs: stripes that are shifted at every integer x."""
+    """Pattern of stairs: horizontal stripes that are shifted at every integer x; see `WEAVES`."""
     return wave(y * HALF + np.floor(x) * np.float32(0.25)) - HALF
 
 
 def triangles(x: Field, y: Field) -> Field:
-    """Draws rows of triangles."""
+    """Pattern of rows of triangles; see `WEAVES`."""
     part = y - np.floor(y)
     return part - wave(x + np.floor(y) * HALF)
 
 
 def plaid(x: Field, y: Field) -> Field:
-    """Draws broad bands with thin bands between them, in both directions."""
+    """Pattern of broad bands with thin bands between them, horizontal and vertical; see `WEAVES`."""
     bands = [np.maximum(wave(axis) - np.float32(0.6), np.float32(0.12) - wave(axis)) for axis in (x, y)]
     return np.maximum(*bands)
 
 
 def waves(x: Field, y: Field) -> Field:
-    """Draws wavy lines made of parabolas."""
+    """Pattern of wavy lines that consist of parabolas; see `WEAVES`."""
     u = wave(x) * 2 - 1
     return wave(y + np.float32(0.7) * u * (2 - np.abs(u)) * HALF) - HALF
 
@@ -283,11 +286,15 @@ WEAVES: dict[str, Callable[[Field, Field], Field]] = {
     "plaid": plaid,
     "wavy lines": waves,
 }
-"""Patterns by class. Each maps x and y, in periods, to a signed distance, positive in areas of the second colour."""
+"""Patterns by class.
+
+A pattern is a function that maps coordinates x and y, in periods, to the signed distance from the border between the
+two colours. The distance is positive in areas of the second colour.
+"""
 
 
 def load_weaves() -> EmbeddedTask:
-    """Returns the task `weaves`."""
+    """Returns the task `weaves`: repeating patterns in two colours."""
     return _drawn_task(
         "weaves",
         tuple(WEAVES),

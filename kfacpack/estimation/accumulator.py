@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockForecast:
-    """Forecast of the form and size of one block."""
+    """Forecast of the structure and size of one block."""
 
     name: str
     parameters: tuple[str, ...]
@@ -50,7 +50,7 @@ class BlockForecast:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Numbers of examples, rows of f and backward passes for a batch."""
+    """Numbers of examples, rows of f and backward passes for a batch, and its padding mask."""
 
     examples: int
     rows: int
@@ -61,16 +61,17 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class InputGradients:
-    """A tensor from which an output is computed, and a function that receives the gradients at this tensor."""
+    """A tensor from which an output is computed, and a function that stores the gradients with respect to it."""
 
     tensor: Tensor
     """A leaf that requires a gradient."""
     store: Callable[[int, Tensor], None]
-    """Function that is called with the index of each backward pass and the gradient in this pass."""
+    """Function that is called after each backward pass, with the index of the pass and the gradient."""
 
 
 NodeCollectors = dict["Node", list[tuple[Collector, GraphSteps]]]
-"""Collectors by the operation whose inputs and gradients they collect, each with the path from its parameter."""
+"""For each operation, the collectors that read its inputs and its output gradient, each with the path that leads from
+its parameter to the operation."""
 
 
 class CurvatureAccumulator:
@@ -80,12 +81,12 @@ class CurvatureAccumulator:
         forward: Function that computes f from a batch.
         plan: The blocks to estimate.
         parameters: Selected parameters, by name.
-        probes: Probes to draw.
-        settings: Settings for the sums.
-        reference: Index of an example, and the expected f for this example, (C,). Batches that begin with this example
-            are compared with the expected f.
-        split_inputs: Whether all inputs have one entry per example along their first dimension, so that the number of
-            rows of f can be checked.
+        probes: Directions in which f is differentiated.
+        settings: Dtype, device and other settings of the sums.
+        reference: Index of an example, and the expected f for this example, (C,). If a batch begins with this example,
+            its f is compared with the expected one, to check that examples do not influence each other.
+        split_inputs: Whether all inputs have one entry per example along their first dimension. If so, the number of
+            examples in the inputs is compared with the number of rows of f.
 
     Raises:
         KfacpackError: If more orthogonal probes are requested than f has components.
@@ -128,7 +129,7 @@ class CurvatureAccumulator:
         return int(self._examples)
 
     def add_batch(self, batch: ModelInput, numbers: int | Sequence[int]) -> None:
-        """Adds a batch, with one forward pass and one backward pass per probe.
+        """Adds a batch to the sums, with one forward pass and one backward pass per probe.
 
         Args:
             batch: The batch, on the device of the model.
@@ -136,21 +137,22 @@ class CurvatureAccumulator:
                 determine the probes.
 
         Raises:
-            KfacpackError: If f has an unexpected shape, an output depends on other examples in the batch, or a
-                parameter is used differently than in the first batch.
+            KfacpackError: If f has an unexpected shape, the output for an example depends on the other examples in
+                the batch, or a parameter is used differently than in the first batch.
         """
         self.add_evaluated(call_model(self._forward, batch), batch, numbers)
 
     def add_evaluated(
         self, f: Tensor, batch: ModelInput, numbers: int | Sequence[int], inputs: InputGradients | None = None
     ) -> BatchShape:
-        """Adds a batch for which f is already computed, with one backward pass per probe.
+        """Adds a batch to the sums, given f for the batch, with one backward pass per probe.
 
         Args:
-            f: The output of the model with its graph, (P, C).
+            f: The output of the model with its autograd graph, (P, C).
             batch: Batch from which f was computed.
             numbers: See `add_batch`.
-            inputs: If given, receives the gradients at a tensor from which f was computed.
+            inputs: A tensor from which f was computed, and a function that stores the gradients with respect to it.
+                By default, no gradients are stored.
 
         Returns:
             The numbers of examples, rows of f and backward passes for the batch.
@@ -185,13 +187,14 @@ class CurvatureAccumulator:
     def add_output(
         self, output: Tensor, seeds: Iterable[Tensor], shape: BatchShape, inputs: InputGradients | None = None
     ) -> None:
-        """Adds a batch, given its output and the gradients at the output, with one backward pass per gradient.
+        """Adds a batch to the sums, with one backward pass for each gradient with respect to its output.
 
         Args:
-            output: f or the output of a model segment, with its graph.
-            seeds: Gradients at the output, one for each of `shape.passes`.
+            output: f or the output of a model segment, with its autograd graph.
+            seeds: Gradients with respect to the output, one for each of the `shape.passes` backward passes.
             shape: Numbers of examples, rows and passes for the batch.
-            inputs: If given, receives the gradients at the inputs of a segment.
+            inputs: The inputs of a segment, and a function that stores the gradients with respect to them. By default,
+                no gradients are stored.
 
         Raises:
             KfacpackError: If a parameter is used differently than in the first batch.
@@ -246,7 +249,11 @@ class CurvatureAccumulator:
         *,
         retain: bool,
     ) -> Tensor | None:
-        """Runs one backward pass and its collectors; returns the gradient at `leaf` if there is one."""
+        """Runs one backward pass and calls the collectors.
+
+        Returns:
+            The gradient with respect to `leaf`; None if there is no leaf, or if f does not depend on it.
+        """
         at_leaf: Tensor | None = None
         deferred: list[tuple[Collector, GraphSteps, Tensor]] = []
 
@@ -279,7 +286,7 @@ class CurvatureAccumulator:
                 yield f"{name}/{index}", tensor
 
     def _tallies(self) -> dict[str, FactorTally]:
-        """Returns every sum once, under the name of the first block that uses it."""
+        """Returns all sums by name. A sum that several blocks share occurs once, with the name of the first of them."""
         tallies: dict[int, tuple[str, FactorTally]] = {}
         for collector in self._collectors:
             for role, tally in collector.tallies().items():
@@ -292,7 +299,7 @@ class CurvatureAccumulator:
         return {parameter for block in self.plan.blocks for parameter in block.parameters}
 
     def forecasts(self, chain: CodecChain) -> tuple[BlockForecast, ...]:
-        """Returns the form and size of every block.
+        """Returns the structure of every block and its size in the bundle.
 
         Args:
             chain: Codecs with which the result is compressed.
@@ -312,11 +319,12 @@ class CurvatureAccumulator:
         return tuple(forecasts)
 
     def peak_bytes(self, activations: int, chain: CodecChain) -> int:
-        """Returns the peak memory in bytes: the sums, plus the activations or the results, whichever are larger.
+        """Returns the expected peak memory in bytes, excluding the weights.
 
-        The results are computed from the sums: each matrix is packed before its sum is freed, and codecs unpack the
-        matrix and compare it with its compressed form. The originals of compressed matrices stay in memory until all
-        matrices are compressed.
+        This is the size of the sums, plus the activations of a batch or the memory in which the finished matrices are
+        computed from the sums, whichever is larger. A sum is freed only after its matrix has been packed. Compression
+        needs several unpacked copies of a matrix, and keeps the original matrices until all of them are compressed.
+        If the sums are on a GPU, only the activations are counted, because matrices are finished on the CPU.
 
         Args:
             activations: Number of bytes that autograd saves for the backward pass of a batch.
@@ -333,7 +341,11 @@ class CurvatureAccumulator:
         return self.nbytes + max(activations, results)
 
     def sum_flops(self, passes: int) -> int:
-        """Returns the number of floating-point operations that add one position to the sums in all backward passes."""
+        """Returns the number of floating-point operations for adding one position to all sums.
+
+        Args:
+            passes: Number of backward passes. Each of them adds to all sums except those for A.
+        """
         return sum(
             2 * (1 if role.endswith("/A") else passes) * sum(tensor.numel() for tensor in tally.tensors())
             for role, tally in self._tallies().items()
@@ -346,7 +358,7 @@ class CurvatureAccumulator:
 
     @property
     def output_scale(self) -> OutputScale:
-        """Mean square and variance of f over the rows added so far."""
+        """Mean squared norm and variance of f over the rows added so far."""
         count = int(self._rows)
         square = float(self._output_squares) / count
         mean = self._output_sum.cpu().double() / count
@@ -355,7 +367,9 @@ class CurvatureAccumulator:
         return OutputScale(mean_square=float(f"{square:.6g}"), variance=float(f"{max(variance, 0.0):.6g}"))
 
     def finish(self) -> list[CurvatureBlock]:
-        """Returns the blocks, scaled like the true Gauss-Newton matrix. The sums cannot be used afterwards.
+        """Divides the sums by the numbers of rows, positions and probes in them, and returns the finished blocks.
+
+        The sums cannot be used afterwards.
 
         Raises:
             KfacpackError: If there are no examples, or a sum contains NaN or Inf.
@@ -375,7 +389,8 @@ class CurvatureAccumulator:
                     divisor = self._examples if self._settings.reduce else tally.positions.clamp(min=1)
                 if not tally.total.is_finite():
                     problem = f"block {collector.planned.name!r}: the sum for {role} contains NaN or Inf"
-                    raise KfacpackError(f"{problem}: gradients overflowed. Use float32 or bfloat16 for the model")
+                    remedy = "Use float32 or bfloat16 for the model"
+                    raise KfacpackError(f"{problem}: activations or gradients overflowed. {remedy}")
                 matrices[id(tally)] = tally.total.finish(float(divisor), examples=int(self._rows), positions=positions)
         return [
             collector.block({role: matrices[id(tally)] for role, tally in collector.tallies().items()})

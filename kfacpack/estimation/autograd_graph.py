@@ -1,9 +1,10 @@
 """Finds the operations in autograd's graph that use parameters.
 
-An edge leads from the operation that used a tensor to the one that computed it; a parameter is a leaf. In the opposite
-direction, a path from a parameter begins with operations on the parameter alone (a transpose, a cast, a slice of a
-fused projection) and ends at the operation that combines it with the examples. Factors are computed from the inputs
-and the output gradient of that operation. Modules are neither inspected nor changed.
+In autograd's graph, an edge leads from the operation that used a tensor to the one that computed it, and parameters are
+leaves. The paths in this module have the opposite direction. A path from a parameter begins with operations on the
+parameter alone (a transpose, a cast, a slice of a fused projection) and ends at the operation that combines it with the
+examples. The curvature is computed from the inputs of that operation and the gradient with respect to its output.
+Modules are neither inspected nor changed.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class GraphStep(NamedTuple):
 
     node: Node
     slot: int
-    """Index of the operation's input that receives the previous result."""
+    """Index of the input at which the path enters the operation."""
     output: int
-    """Index of the output of the previous operation that is used."""
+    """Index of the output at which the path leaves the previous operation."""
 
     @property
     def operand_shape(self) -> tuple[int, ...]:
-        """Shape of the input at `slot`."""
+        """Shape of the input at which the path enters the operation."""
         return input_shape(self.node, self.slot)
 
 
@@ -58,25 +59,27 @@ class UsagePath:
     """Path from a parameter to its operation, described so that it can be identified in the graph of another batch."""
 
     ends: frozenset[tuple[str, int]]
-    """Possible names and slots of the operation. For a product, they depend on the memory layout of its rows."""
+    """Names and slots by which the operation is identified. A matrix product has several, because torch selects its
+    operation by the memory layout of the rows."""
     length: int | None
     """Number of steps; None if the number depends on the memory layout."""
     parts: tuple[int, ...]
     """For each operation on the path that splits a tensor, the index of the part that is used."""
     count: int
-    """Number of paths from this parameter."""
+    """Number of paths from this parameter to operations that use it."""
 
 
 GraphSteps = tuple[GraphStep, ...]
 VisitFn = Callable[["Node", Tensor, bool], None]
-"""Function that is called with an operation, the gradient at its output, and whether the backward pass is running."""
+"""Function that is called with an operation, the gradient with respect to its output, and whether the backward pass is
+still running."""
 
 
 class AutogradGraph:
     """The operations by which f was computed from parameters.
 
     Args:
-        f: Output with its graph.
+        f: Output of a model, with its autograd graph.
     """
 
     def __init__(self, f: Tensor):
@@ -104,14 +107,15 @@ class AutogradGraph:
         return id(parameter) in self._leaves
 
     def leaf(self, tensor: Tensor) -> Node | None:
-        """Returns the node that receives the gradient of a leaf tensor; None if f was not computed from it."""
+        """Returns the node that receives the gradient of a leaf tensor, or None if f was not computed from it."""
         return self._leaves.get(id(tensor))
 
     def first_operations(self, parameters: Iterable[Tensor]) -> set[Node]:
-        """Returns all operations that may be the first to combine a parameter with other tensors.
+        """Returns all operations that may be the first to combine a parameter with the examples.
 
-        This includes operations whose only differentiable input is computed from one parameter. Operations that only
-        reshape or cast a parameter are excluded: their gradient is only available if that of the parameter is computed.
+        Operations whose only differentiable input is computed from a parameter are included, because inputs without
+        gradients, such as the examples, are missing from the graph. Operations that only reshape or cast a parameter
+        are excluded. To obtain their output gradients, a backward pass would have to compute the parameter's gradient.
         """
         nodes: set[Node] = set()
         stack = [self._leaves[id(parameter)] for parameter in parameters]
@@ -133,8 +137,8 @@ class AutogradGraph:
 
         Args:
             parameter: A parameter that f was computed from.
-            ends: Function that returns whether a path ends at its last step. In any case, a path ends at an operation
-                that has another differentiable input.
+            ends: Function that receives a path and returns whether it ends at its last step. A path also ends,
+                regardless of this function, at an operation that has another differentiable input.
         """
         return self._paths_from(self._leaves[id(parameter)], (), ends)
 
@@ -147,7 +151,12 @@ class AutogradGraph:
                 yield from self._paths_from(step.node, longer, ends)
 
     def find_path(self, parameter: Tensor, path: UsagePath) -> GraphSteps | None:
-        """Returns the steps of a path in this graph; None if the path is missing or the number of paths differs."""
+        """Finds the operation that a path describes in this graph.
+
+        Returns:
+            The steps from the parameter to the operation; None if there is no such path or more than one, or if the
+            number of paths from the parameter is not `path.count`.
+        """
         if not self.uses(parameter):
             return None
 
@@ -174,7 +183,7 @@ class AutogradGraph:
         return None
 
     def sinks(self, nodes: set[Node]) -> set[Node]:
-        """Returns the nodes from which a backward pass reaches no other node in the set. The pass can stop at these."""
+        """Returns the nodes from which a backward pass reaches no other node in `nodes`. The pass can stop at them."""
         reaches: dict[Node, bool] = {}
         for node in self._inputs_first():
             children = [child for child, _ in node.next_functions if child is not None]
@@ -200,14 +209,14 @@ def backward_to_nodes(
     """Runs a backward pass from f to `nodes`, without computing gradients of parameters.
 
     Args:
-        f: Output with its graph.
-        seed: Gradient at f.
+        f: Output of a model, with its autograd graph.
+        seed: Gradient with respect to f, with which the backward pass starts.
         nodes: Operations to visit.
-        sinks: Those of `nodes` from which the backward pass reaches no others. They are not executed, and are visited
-            after the backward pass.
-        visit: Function that is called with each operation, the gradient at its output, and whether the backward pass
-            is still running.
-        retain: Whether to keep the graph for another pass.
+        sinks: Result of `AutogradGraph.sinks` for `nodes`. The backward pass ends at these operations without executing
+            them, and they are visited after it.
+        visit: Function that is called with each operation, the gradient with respect to its output, and whether the
+            backward pass is still running.
+        retain: Whether to keep the graph for another backward pass.
 
     Raises:
         KfacpackError: If the model uses activation checkpointing.
@@ -225,7 +234,7 @@ def backward_to_nodes(
     try:
         gradients = torch.autograd.grad(f, edges, seed, retain_graph=retain, allow_unused=True)
     except CheckpointError as error:
-        problem = "the model calls torch.utils.checkpoint, which does not keep the inputs that the factors need"
+        problem = "the model calls torch.utils.checkpoint, which discards the inputs from which factors are computed"
         raise KfacpackError(f"{problem}; {WITHOUT_CHECKPOINTS}") from error
     finally:
         for handle in handles:
@@ -237,12 +246,12 @@ def backward_to_nodes(
 
 
 def last_operation(steps: GraphSteps) -> tuple[str, int]:
-    """Returns the name of the last operation of a path, and the slot at which the path enters it."""
+    """Returns the name of the last operation of a path, and the index of the input at which the path enters it."""
     return operation_name(steps[-1].node), steps[-1].slot
 
 
 def selected_outputs(steps: GraphSteps) -> tuple[int, ...]:
-    """Returns, for each operation on a path that splits a tensor, the index of the part that is used."""
+    """Returns, for each operation on a path that splits a tensor, the index of the part that the path uses."""
     parts: list[int] = []
     for before, after in pairwise(steps):
         if output_count(before.node) > 1:
@@ -262,12 +271,22 @@ def _has_one_input(node: Node) -> bool:
 
 
 def backward_to_operand(step: GraphStep, gradient: Tensor) -> Tensor:
-    """Returns the gradient at the input `step.slot` of an operation, given the gradient at its first output."""
+    """Returns the gradient with respect to the operand of an operation.
+
+    Args:
+        step: The operation, and the index of the input that is the operand.
+        gradient: Gradient with respect to the first output of the operation.
+    """
     return call_backward(step.node, 0, step.slot, gradient)
 
 
 def backward_to_parameter(steps: GraphSteps, gradient: Tensor) -> Tensor:
-    """Returns the gradient at a parameter, given the gradient at the operand of the last step."""
+    """Returns the gradient with respect to a parameter.
+
+    Args:
+        steps: Path from the parameter to an operation.
+        gradient: Gradient with respect to the operand of this operation.
+    """
     for before, after in reversed(list(pairwise(steps))):
         gradient = call_backward(before.node, after.output, before.slot, gradient)
     return gradient

@@ -2,8 +2,8 @@
 
 A parameter that is used once, as the matrix of a product, a convolution or an embedding lookup, gets Kronecker factors,
 together with its bias. Any other parameter that is used once gets a single matrix G, which is dense for up to 2048
-elements and diagonal above that. Parameters that are used more than once, or in a computation that all examples share,
-are rejected.
+elements and diagonal above that. Parameters that are used more than once, or in a computation whose result all examples
+share, are rejected.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class ParamUsage:
         return self.steps[-1].node
 
     def marked(self) -> tuple[Tensor, Tensor]:
-        """Returns nonzero marks for the elements of the operand, and the same marks mapped to the parameter.
+        """Returns a tensor of marks with the shape of the operation's operand, and one with the shape of the parameter.
 
-        The marks are small integers, which every float dtype represents exactly. The two tensors show which element of
-        the operand comes from which element of the parameter.
+        In the second tensor, each element of the parameter has the mark of the operand's element that comes from it, or
+        zero if there is none. The marks are small positive integers, which every float dtype represents exactly.
         """
         shape = self.steps[-1].operand_shape
         operand = _marks(1 << (prod(shape) - 1).bit_length())[: prod(shape)].reshape(shape).to(self.parameter)
@@ -91,7 +91,7 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
         parameter: The parameter.
 
     Raises:
-        KfacpackError: If the parameter is used in a computation that all examples share.
+        KfacpackError: If the parameter is used in a computation whose result all examples share.
     """
     usages = []
     for steps in trace.graph.paths(parameter, lambda steps: trace.layout(steps[-1].node) is not None):
@@ -118,8 +118,8 @@ def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePat
     Args:
         usage: The usage.
         count: Number of usages of the parameter.
-        as_matrix: Whether the parameter is the matrix of a product. In another batch, torch may execute the product as
-            another operation.
+        as_matrix: Whether the parameter is used as a matrix. In this case, the description covers all operations by
+            which torch may execute a matrix product, because another batch may use a different one.
     """
     key = last_operation(usage.steps)
     ends = equivalent_products(key) if as_matrix else None
@@ -128,14 +128,14 @@ def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePat
 
 
 def piece_of(usage: ParamUsage, operation: MatrixOperation) -> Piece | None:
-    """Returns the position of a parameter in the matrix of its operation, (out, in).
+    """Returns which rows of a parameter form the matrix (out, in) of an operation, and whether they are transposed.
 
     Args:
         usage: The usage of the parameter.
         operation: The operation that uses the parameter.
 
     Returns:
-        The position; None if the matrix does not consist of elements of the parameter.
+        A description of the rows; None if the matrix is not the parameter, its transpose or a range of its rows.
     """
     between = [operation_name(step.node) for step in usage.steps[:-1]]
     if between in ([], ["T"]):
@@ -156,7 +156,15 @@ def piece_of(usage: ParamUsage, operation: MatrixOperation) -> Piece | None:
 
 
 def bias_piece_of(bias: ParamUsage, column: int) -> Piece | None:
-    """Returns the position of a bias in `column` of the joined matrix; None if the column contains other elements."""
+    """Returns which elements of a parameter are added as a bias, and their position in the matrix of the block.
+
+    Args:
+        bias: Usage of the parameter as a bias.
+        column: Column of the block's matrix that contains the bias.
+
+    Returns:
+        The elements and their position; None if the bias is not the parameter or a range of its elements.
+    """
     operand, marks = bias.marked()
     if torch.equal(marks, operand):
         return Piece(parameter=bias.name, at=(0, column))
@@ -167,7 +175,7 @@ def bias_piece_of(bias: ParamUsage, column: int) -> Piece | None:
 
 
 def _nonzero_rows(marks: Tensor) -> tuple[int, int] | None:
-    """Returns the range of nonzero rows; None if there are gaps in the range, or no nonzero rows."""
+    """Returns the start and stop of the nonzero rows, or None if there are none or they are not consecutive."""
     nonzero = (marks != 0).any(1).nonzero().flatten().tolist()
     return (nonzero[0], nonzero[-1] + 1) if nonzero and nonzero[-1] - nonzero[0] + 1 == len(nonzero) else None
 
@@ -215,11 +223,12 @@ class PlannedBlock:
     path: UsagePath
     layout: ExampleLayout
     is_operand: bool
-    """Whether the operand is the parameter itself, so that both have the same gradient."""
+    """Whether the operation receives the parameter's elements in their original order. If so, the gradient with respect
+    to the operand is the gradient of the parameter."""
     inputs: int = 0
     """Index of the input group. Blocks in the same group have the same inputs and share the factor A."""
     few_rows: bool = False
-    """Whether most rows of the gradient are zero, for example because f depends on only one position."""
+    """Whether most rows of the output gradient are zero, for example because f depends on only one position."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -228,12 +237,12 @@ class PlannedBlock:
 
     @property
     def one_hot(self) -> bool:
-        """Whether the inputs are one-hot rows, given as indices."""
+        """Whether the inputs of the operation are one-hot rows, stored as indices, as in an embedding lookup."""
         return isinstance(self.operation, MatrixOperation) and self.operation.one_hot
 
     @property
     def bias(self) -> bool:
-        """Whether the matrix includes a bias column."""
+        """Whether the last column of the block's matrix is a bias."""
         return len(self.join.pieces) > 1
 
 
@@ -245,7 +254,7 @@ class BlockPlan:
     unused: tuple[str, ...]
     """Selected parameters that f does not depend on."""
     width: int
-    """C, the width of f."""
+    """Number of components of f, C."""
 
 
 def require_used(plan: BlockPlan, params: Iterable[str] | str | None) -> None:
@@ -259,11 +268,11 @@ def require_used(plan: BlockPlan, params: Iterable[str] | str | None) -> None:
         unused = [name for name in plan.unused if fnmatchcase(name, pattern)]
         if unused and not any(fnmatchcase(name, pattern) for name in covered):
             problem = f"f does not depend on {unused[0]!r}, which {pattern!r} in 'params' selects"
-            raise KfacpackError(f"{problem}. Exclude it, or choose another f")
+            raise KfacpackError(f"{problem}. Remove this pattern, or choose another f")
 
 
 def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: EstimateOptions) -> BlockPlan:
-    """Assigns every parameter to a block.
+    """Assigns every parameter that f depends on to a block.
 
     Args:
         trace: Trace of the first batch.
@@ -271,10 +280,11 @@ def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: Es
         options: Options of the estimate.
 
     Returns:
-        The plan.
+        The plan, with the blocks in the order of `parameters`.
 
     Raises:
-        KfacpackError: If a parameter cannot be estimated.
+        KfacpackError: If a parameter is used in a way that is not supported, f depends on none of the parameters, or a
+            factor has fewer rows than the requested number of diagonal blocks.
     """
     used = {name: parameter for name, parameter in parameters.items() if trace.graph.uses(parameter)}
     usages = {name: usages_of(trace, name, parameter) for name, parameter in used.items()}
@@ -310,7 +320,8 @@ def _check_diagonal_blocks(block: PlannedBlock, options: EstimateOptions) -> Non
     side = block.join.rows if block.one_hot else min(block.join.rows, block.join.columns)
     if block.structure == "kronecker" and options.diagonal_blocks > side:
         problem = (
-            f"block {block.name!r} has a factor of side {side}, which is too small for {options.diagonal_blocks} blocks"
+            f"block {block.name!r} has a factor with {side} rows, which cannot be divided into "
+            f"{options.diagonal_blocks} diagonal blocks"
         )
         remedy = "Use a smaller K, or exclude the block's parameters with 'params'"
         raise KfacpackError(f"compress {options.compress!r}: {problem}. {remedy}")
@@ -319,7 +330,7 @@ def _check_diagonal_blocks(block: PlannedBlock, options: EstimateOptions) -> Non
 def _kronecker_blocks(
     trace: ModelTrace, usages: Mapping[str, list[ParamUsage]]
 ) -> tuple[list[PlannedBlock], set[tuple[str, GraphSteps]]]:
-    """Returns the blocks with Kronecker factors, and the usages that they cover."""
+    """Returns the blocks with Kronecker factors, and the name and path of every usage that they cover."""
     biases = [usage for of_parameter in usages.values() for usage in of_parameter if usage.parameter.dim() == 1]
     blocks: list[PlannedBlock] = []
     joined: set[tuple[str, GraphSteps]] = set()
@@ -361,17 +372,24 @@ def _kronecker_blocks(
 def _layout_of_rows(trace: ModelTrace, name: str, gradients: tuple[Tensor, ...]) -> ExampleLayout:
     layout = trace.layout_of(gradients) or trace.layout_of_zero(gradients)
     if layout is None:
-        raise KfacpackError(f"parameter {name!r} cannot be estimated: its gradient does not separate the examples")
+        problem = "the examples cannot be told apart in the output gradient of its operation"
+        raise KfacpackError(f"parameter {name!r} cannot be estimated: {problem}. {_EXCLUDE_HINT}")
     return layout
 
 
 def _is_mostly_zero(gradients: Tensor, examples: int) -> bool:
-    """Returns whether f is independent of most positions, given the gradients for one of `examples` examples."""
+    """Returns whether most gradient rows of an example are zero.
+
+    Args:
+        gradients: Gradient rows of all examples, (P, out).
+        examples: 1 if the backward pass covered all examples. If it covered only one of them, the number of examples,
+            because the rows of the others are zero.
+    """
     return bool((gradients != 0).any(1).sum() * 2 * examples < len(gradients))
 
 
 def _vector_block(trace: ModelTrace, usage: ParamUsage) -> PlannedBlock:
-    """Returns the block for a usage that has no Kronecker factors but a dense or diagonal G."""
+    """Returns the block of a parameter without Kronecker factors, whose G is dense or diagonal."""
     operation, size = usage.operation, usage.parameter.numel()
     g = trace.gradients[usage.node][0]
     shared = usage.layout.fits(g, usage.steps[-1].operand_shape)

@@ -1,6 +1,7 @@
 """Collects the contribution of a batch to one block during the backward pass, and adds it to the sums of the block.
 
-Rows are (P, features), where P counts the positions of the N examples; g is the gradient at the operation's output.
+Rows are (P, features), where P counts the positions of the N examples; g is the gradient with respect to the output of
+the operation that uses the parameter.
 """
 
 from __future__ import annotations
@@ -27,28 +28,30 @@ if TYPE_CHECKING:
 
 
 WIDE_SIDE, WIDE_BLOCKS = 8192, 8
-"""Factors with a side above `WIDE_SIDE` are computed as `WIDE_BLOCKS` diagonal blocks by default."""
+"""By default, only `WIDE_BLOCKS` diagonal blocks are computed for Kronecker factors with over `WIDE_SIDE` rows."""
 
 
 @dataclass(frozen=True)
 class CollectorSettings:
-    """Settings for the sums of an estimate."""
+    """Dtype, device and other settings of the sums of an estimate."""
 
     dtype: torch.dtype
     device: torch.device
     reduce: bool = False
-    """Whether to use KFAC-reduce, which combines positions before products are computed rather than after."""
+    """Whether to use KFAC-reduce, which averages inputs and sums gradients over the positions of an example before it
+    computes their products. KFAC-expand computes the products for every position."""
     blocks: int | None = None
-    """Number of diagonal blocks that are computed per Kronecker factor; None for a number that depends on its side."""
+    """Number of diagonal blocks that are computed per Kronecker factor. None means `WIDE_BLOCKS` for factors with more
+    than `WIDE_SIDE` rows, and 1 for others."""
 
     def blocks_of(self, side: int) -> int:
-        """Returns the number of diagonal blocks that are computed for a Kronecker factor with this side."""
+        """Returns the number of diagonal blocks that are computed for a Kronecker factor with `side` rows."""
         return self.blocks or (WIDE_BLOCKS if side > WIDE_SIDE else 1)
 
 
 @dataclass
 class BackwardPass:
-    """One backward pass over one batch."""
+    """Description of one backward pass over a batch."""
 
     examples: int
     mask: Tensor | None
@@ -56,11 +59,11 @@ class BackwardPass:
     first: bool
     """Whether this is the first pass over the batch, in which inputs are collected as well."""
     collected: dict[int, Hashable] = field(default_factory=dict)
-    """Key that identifies the inputs collected so far, by input group."""
+    """Input groups whose inputs have been collected from this batch, each with the key that identifies these inputs."""
 
 
 class FactorTally:
-    """A sum, and the number of positions it includes.
+    """A running sum, and the number of positions that were added to it.
 
     Args:
         total: Sum to which rows are added.
@@ -72,18 +75,19 @@ class FactorTally:
         self.positions = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, rows: Tensor, positions: int | Tensor = 0, count: Tensor | None = None) -> None:
-        """Adds rows.
+        """Adds rows to the sum, and counts the positions that they represent.
 
         Args:
             rows: See `RunningSum.add`.
-            positions: Number of positions that the rows represent.
+            positions: Number of positions that the rows represent. With KFAC-reduce, one row represents all positions
+                of an example. By default, no positions are counted.
             count: See `RunningSum.add`.
         """
         self.total.add(rows, count)
         self.positions += positions if isinstance(positions, int) else positions.to(self.positions.device)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the summed tensors, which may be modified in place."""
+        """Yields the tensors of the sum and the number of positions. They may be modified in place."""
         yield from self.total.tensors()
         yield self.positions
 
@@ -107,20 +111,23 @@ class Collector(ABC):
 
         Args:
             steps: Path from the parameter to its operation.
-            g: Gradient at the output of the operation.
+            g: Gradient with respect to the output of the operation.
             backward_pass: The current backward pass.
         """
 
     @abstractmethod
     def tallies(self) -> Mapping[str, FactorTally]:
-        """Returns the sums by role (`A`, `B` or `G`). Several blocks may share a sum."""
+        """Returns the sum for each matrix of the block: `A` and `B`, or `G`.
+
+        Several blocks may share the sum for `A`.
+        """
 
     @abstractmethod
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
-        """Returns the structure of the block, given the finished matrix for every role."""
+        """Returns the structure of the block, given its finished matrices: `A` and `B`, or `G`."""
 
     def block(self, matrices: Mapping[str, Matrix]) -> CurvatureBlock:
-        """Returns the finished block, given the finished matrix for every role."""
+        """Returns the finished block, given its finished matrices: `A` and `B`, or `G`."""
         return CurvatureBlock(self.planned.name, self.planned.kind, self.planned.join, self.structure(matrices))
 
 
@@ -129,8 +136,9 @@ class KroneckerCollector(Collector):
 
     Args:
         planned: The planned block.
-        settings: Settings for the sums.
-        shared: Sums for A by input group, shared by all collectors. The sum for a new group is added to this dict.
+        settings: Dtype, device and other settings of the sums.
+        shared: Sums for A by input group, shared by all collectors. If the sum for the block's group is missing, it is
+            added to the dict.
     """
 
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings, shared: dict[int, FactorTally]):
@@ -150,7 +158,10 @@ class KroneckerCollector(Collector):
         self._B = FactorTally(GramSum(rows, *options, blocks=settings.blocks_of(rows)), settings.device)
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
-        """Adds g gᵀ to B and, in the first pass over a batch, a aᵀ to A."""
+        """Adds Σ g gᵀ to the sum for B and, in the first pass over a batch, Σ a aᵀ to the sum for A.
+
+        The sums are over positions, with the inputs a and the output gradients g of the operation.
+        """
         node, layout, examples = steps[-1].node, self.planned.layout, backward_pass.examples
         operation = matrix_operation_of(steps[-1])
         gradients = operation.gradients(node, g)
@@ -161,7 +172,8 @@ class KroneckerCollector(Collector):
                 self._collect_inputs(operation.inputs(node), kept, examples)
             elif collected[self.planned.inputs] != identity:
                 problem = "shared its inputs with another block in the first batch, but not in this batch"
-                raise KfacpackError(f"block {self.planned.name!r} {problem}")
+                remedy = "a model whose operations depend on its input cannot be estimated"
+                raise KfacpackError(f"block {self.planned.name!r} {problem}; {remedy}")
         if self._reduce:
             gradients = sums(gradients.to(self._dtype), layout, examples, kept)
         elif kept is not None:
@@ -186,20 +198,20 @@ class KroneckerCollector(Collector):
             self._A.add(rows.masked_fill(~kept[:, None], 0), count, count)
 
     def tallies(self) -> Mapping[str, FactorTally]:
-        """Returns the sums for B and A."""
+        """Returns the sums for the Kronecker factors `B` and `A`."""
         return {"B": self._B, "A": self._A}
 
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
-        """Returns the structure B ⊗ A."""
+        """Returns the structure of a block whose matrix is the Kronecker product B ⊗ A."""
         return Kronecker.of(matrices["B"], matrices["A"])
 
 
 class WholeCollector(Collector):
-    """Collects the matrix G of a whole block, or its diagonal, from per-example gradients.
+    """Collects the matrix G of a block without Kronecker factors, or its diagonal, from per-example gradients.
 
     Args:
         planned: The planned block.
-        settings: Settings for the sums.
+        settings: Dtype, device and other settings of the sums.
     """
 
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings):
@@ -210,32 +222,32 @@ class WholeCollector(Collector):
         self._G = FactorTally(total, settings.device)
 
     def tallies(self) -> Mapping[str, FactorTally]:
-        """Returns the sum for G."""
+        """Returns the sum for the matrix `G`, the only matrix of the block."""
         return {"G": self._G}
 
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
-        """Returns the structure that consists of G."""
+        """Returns the structure of a block that is stored as the matrix `G`."""
         return Whole(matrices["G"])
 
 
 class VectorCollector(WholeCollector):
-    """Collects G for a parameter that is not the matrix of a product, for example one that is added.
+    """Collects G for a parameter that is not the matrix of a product, such as a bias or a scale.
 
     Args:
         planned: The planned block.
-        settings: Settings for the sums.
+        settings: Dtype, device and other settings of the sums.
     """
 
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings):
         super().__init__(planned, settings)
         assert isinstance(planned.operation, VectorOperation)
         self._operation = planned.operation
-        # The operations between the parameter and the operand return gradients only after the backward pass, because
-        # these gradients are not requested from it.
+        # Operations between the parameter and the operand can be differentiated only after the backward pass. During
+        # the pass, they return no gradients, because these were not requested.
         self.immediate = planned.operation.immediate and planned.is_operand
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
-        """Adds the outer product, or the squares, of the gradient for each example."""
+        """Adds v vᵀ for the gradient v of each example, or only the diagonal of v vᵀ if the block is diagonal."""
         if self._operation.immediate:
             g = g.to(self._dtype)  # positions are summed in this dtype
         vectors = self._operation.vectors(steps[-1], g, self.planned.layout, backward_pass.examples)
@@ -246,8 +258,8 @@ class VectorCollector(WholeCollector):
             )
         if vectors.shape[1] != self._G.total.side:
             problem = (
-                f"block {self.planned.name!r}: expected {self._G.total.side} elements as in the first batch, "
-                f"got {vectors.shape[1]}"
+                f"block {self.planned.name!r}: expected a gradient with {self._G.total.side} elements, as in the first "
+                f"batch, got {vectors.shape[1]}"
             )
             raise KfacpackError(f"{problem}; a model whose operations depend on its input cannot be estimated")
         self._G.add(vectors)
@@ -256,11 +268,11 @@ class VectorCollector(WholeCollector):
 class DiagonalRowCollector(WholeCollector):
     """Collects the diagonal of G for the matrix of a product.
 
-    The contribution of an example is the elementwise square of Σ g aᵀ, which is summed over its positions.
+    The contribution of an example is the elementwise square of its gradient, Σ g aᵀ over its positions with inputs a.
     """
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
-        """Adds the squares of the gradient for each example."""
+        """Adds the elementwise square of the gradient of each example."""
         node, layout, examples = steps[-1].node, self.planned.layout, backward_pass.examples
         operation = matrix_operation_of(steps[-1])
         gradients = by_example(operation.gradients(node, g).to(self._dtype), layout, examples)
@@ -269,7 +281,14 @@ class DiagonalRowCollector(WholeCollector):
             self._G.add(self._example_gradient(example_gradients, rows).reshape(1, -1))
 
     def _example_gradient(self, gradients: Tensor, rows: Tensor) -> Tensor:
-        """Returns Σ g aᵀ, (out, in), for g (R, out) and a (R, in), or (R,) if one-hot. A bias is the last column."""
+        """Returns the gradient Σ g aᵀ of one example, (out, in), summed over its R positions.
+
+        If the block has a bias, its gradient Σ g is appended as the last column.
+
+        Args:
+            gradients: g at every position, (R, out).
+            rows: The inputs a, (R, in), or their indices, (R,), if they are one-hot.
+        """
         columns = self.planned.join.columns
         if self.planned.one_hot:
             return gradients.new_zeros(gradients.shape[1], columns).index_add_(1, rows.clamp(min=0), gradients.T)
@@ -282,7 +301,7 @@ def collector_for(planned: PlannedBlock, settings: CollectorSettings, shared: di
 
     Args:
         planned: The planned block.
-        settings: Settings for the sums.
+        settings: Dtype, device and other settings of the sums.
         shared: Sums for A by input group, shared by all collectors.
     """
     if planned.structure == "kronecker":

@@ -1,4 +1,4 @@
-"""Helpers for runs with several processes: process groups, devices, sums, and numbers of processes and threads."""
+"""Helpers for runs with several processes: process groups, devices, sums over processes, and numbers of threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from kfacpack.errors import KfacpackError, ProcessLostError, first_line
 THREADS = ((50_000_000, 1), (500_000_000, 4), (math.inf, 16))
 """Pairs (limit, threads). On a CPU, the first pair whose limit exceeds the number of parameters is used."""
 BUCKET_BYTES = 2**25
-"""Maximum size of the tensors that are communicated together; a larger tensor is communicated alone, without a copy."""
+"""Maximum total size in bytes of tensors that are copied into one buffer and communicated together. A larger tensor is
+communicated alone and is not copied into a buffer."""
 _LIBRARY_BYTES = 1_000_000_000
 _MODEL_COPIES = 8
 _CGROUP = ("max", "current")
@@ -40,7 +41,9 @@ def _is_distributed() -> bool:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Context manager that joins the process group of torchrun or accelerate, if one of them started this process.
+    """Context manager that joins the process group of torchrun or accelerate.
+
+    It does nothing if neither of them started several processes, or if a process group exists already.
 
     Args:
         device: Device of this process: NCCL is used on CUDA devices, Gloo on others.
@@ -96,12 +99,12 @@ def all_reduce_sum(tensors: Iterable[Tensor]) -> None:
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Replaces each tensor with the tensor in the first process, in place."""
+    """Replaces the values of each tensor with its values in the first process, in place."""
     _synchronize(tensors, lambda tensor: dist.broadcast(tensor, src=0))
 
 
 def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], object]) -> None:
-    """Calls `communicate` on buckets of tensors, on a device that the backend supports."""
+    """Calls `communicate` on buckets of tensors, after copying them to a device that the backend supports."""
     if world_size() == 1:
         return
     on_device = dist.get_backend() == "nccl"
@@ -119,7 +122,7 @@ def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], obje
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups tensors by dtype and device into buckets of limited size, independently of their values."""
+    """Groups tensors by dtype and device into buckets of limited size. All processes form the same buckets."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         bucket = open_buckets.setdefault((tensor.dtype, tensor.device), [])
@@ -154,7 +157,7 @@ def usable_cores() -> int:
 
 
 def _requested_threads() -> int | None:
-    """Returns the value of OMP_NUM_THREADS, if it is a positive number."""
+    """Returns the value of the variable OMP_NUM_THREADS, or None if it is not a positive number."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
@@ -168,8 +171,9 @@ def stage_threads(device: torch.device, parameters: int, requested: int | None =
     Args:
         device: Device of the model.
         parameters: Number of parameters of the model.
-        requested: The requested number. Defaults to OMP_NUM_THREADS. If this variable is not set, the number depends on
-            the size of the model (`THREADS`), up to the number of cores; on GPUs, it is the number of cores per GPU.
+        requested: The requested number. Defaults to the environment variable OMP_NUM_THREADS. If this is not set, the
+            number on a CUDA device is the number of cores per GPU. On other devices, it depends on the number of
+            parameters (see `THREADS`), and is at most the number of cores.
     """
     if chosen := requested or _requested_threads():
         return chosen
@@ -186,7 +190,10 @@ def devices_of(device: torch.device) -> list[torch.device]:
 
 
 def default_jobs(device: torch.device, threads: int) -> int:
-    """Returns the default number of processes: one per GPU; on a CPU, the number of cores divided by `threads`.
+    """Returns the default number of processes.
+
+    With CUDA, this is the number of GPUs. On a CPU, it is the number of cores divided by `threads`. On other devices,
+    it is 1.
 
     Args:
         device: Device of the model.
@@ -198,12 +205,18 @@ def default_jobs(device: torch.device, threads: int) -> int:
 
 
 def worker_bytes(model_bytes: int) -> int:
-    """Returns the expected memory of a worker in bytes: libraries, weights, vectors, gradients and optimizer state."""
+    """Returns the expected memory use of a worker process in bytes.
+
+    This includes the libraries, the weights, task vectors, gradients and the optimizer state.
+
+    Args:
+        model_bytes: Size of the model in bytes.
+    """
     return _LIBRARY_BYTES + _MODEL_COPIES * model_bytes
 
 
 def workers_on_gpus(device: torch.device, model_bytes: int) -> int:
-    """Returns how many workers fit into the free memory of the GPUs, at least one per GPU.
+    """Returns how many worker processes fit into the free memory of the GPUs, but at least one per GPU.
 
     Args:
         device: Device of the model; `cuda` without an index means all GPUs.
@@ -214,7 +227,7 @@ def workers_on_gpus(device: torch.device, model_bytes: int) -> int:
 
 
 def available_bytes() -> int | None:
-    """Returns the number of bytes that new processes can use; None if it is unknown."""
+    """Returns how many bytes of memory are available to new processes, or None if this is unknown."""
     limits = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -56,8 +56,9 @@ def estimate(
 ) -> Curvature:
     """Estimates the curvature of a model's output f on the given inputs: G = 1/N Σ JᵀJ, block by block.
 
-    The model is used in eval mode, and its flags are restored. With several processes (torch.distributed), pass the
-    same batches to all of them; each of them processes some of the batches, and all return the same curvature.
+    N is the number of examples, and J is the Jacobian of f for one of them with respect to the parameters. The model is
+    used in eval mode, and its flags are restored afterwards. With several processes (torch.distributed), pass the same
+    batches to all of them; each of them processes some of the batches, and all return the same curvature.
 
     Args:
         model: A module, where f is `model(*batch)` of shape (N, C); or a model from `kp.load_model`, which defines f
@@ -134,7 +135,7 @@ def _own_batches(batches: Iterable[ModelInput], accumulator: CurvatureAccumulato
     for index, batch in enumerate(batches):
         size = batch_size_of(batch)
         if size is None:
-            problem = "cannot distribute batches over processes: their tensors have different first dimensions"
+            problem = "cannot distribute batches over processes: the tensors of a batch have different first dimensions"
             raise KfacpackError(f"{problem}; every tensor must have one entry per example along its first dimension")
         if index % distributed.world_size() == distributed.rank():
             yield start, batch
@@ -156,7 +157,7 @@ def probes_of(model: nn.Module | Model, options: EstimateOptions) -> Probes:
 
 
 def require_metric(model: nn.Module | Model, metric: str) -> Callable[[], Tensor] | None:
-    """Checks that changes in f can be measured by a metric.
+    """Checks that changes in the output f of a model can be measured by a metric.
 
     Returns:
         A function that returns the model's output layer; None if the metric does not need it.
@@ -190,12 +191,12 @@ def begin_accumulation(
         batch: The first batch.
         parameters: Selected parameters, by name.
         options: Options of the estimate.
-        params: The patterns that selected the parameters.
+        params: Names or patterns by which `parameters` were selected; None if they were not selected by name.
         number: Index of the first example in the batch.
         probes: The probes to draw, from `probes_of`. Defaults to the probes for the metric `l2`.
 
     Returns:
-        An accumulator to which no batch has been added.
+        An accumulator for the planned blocks, to which no batch has been added.
 
     Raises:
         KfacpackError: If a parameter cannot be estimated, or f does not depend on a parameter in `params`.
@@ -211,7 +212,11 @@ def begin_accumulation(
 def _trace_and_plan(
     forward: Forward, batch: ModelInput, parameters: Mapping[str, Tensor], options: EstimateOptions
 ) -> tuple[ModelTrace, BlockPlan]:
-    """Traces the first example of a batch, or a later one with fewer zero gradients, and plans the blocks from it."""
+    """Traces an example of a batch and plans the blocks from the trace.
+
+    The first example is used if none of its gradients are zero. Otherwise, the middle and the last example are tried
+    as well, and the one with the fewest zero gradients is used.
+    """
     best: tuple[ModelTrace, BlockPlan] | None = None
     for example in sorted({0, (batch_size_of(batch) or 1) // 2, (batch_size_of(batch) or 1) - 1}):
         trace = trace_model(forward, batch, parameters, example)
@@ -232,7 +237,7 @@ def finish_curvature(
     source: Source | None,
     output_scale: OutputScale | None = None,
 ) -> Curvature:
-    """Adds up the sums of all processes and returns them as a curvature.
+    """Adds up the sums of all processes, and returns the curvature that is computed from them.
 
     Args:
         accumulator: The sums of this process; they cannot be used afterwards.
@@ -240,7 +245,7 @@ def finish_curvature(
         base: Description of the model.
         function: Description of f.
         source: Description of the data.
-        output_scale: Scale of f; None to use that of the outputs in the accumulator.
+        output_scale: Mean square and variance of f. Defaults to those of the outputs that the accumulator received.
     """
     distributed.all_reduce_sum(tensor for _, tensor in accumulator.tensors())
     blocks = [_with_loss(block, options) for block in accumulator.finish()]
@@ -257,24 +262,26 @@ def finish_curvature(
 
 
 def _with_loss(block: CurvatureBlock, options: EstimateOptions) -> CurvatureBlock:
-    """Records an unmeasured loss if off-diagonal blocks were not computed, due to 'block:K' or wide factors."""
+    """Records in a block that its loss is unknown, if only diagonal blocks of one of its factors were computed."""
     if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
         return replace(block, losses=(Loss(step=str(options.chain.structure or BlockCodec(WIDE_BLOCKS))),))
     return block
 
 
 def compress_result(curvature: Curvature, options: EstimateOptions) -> tuple[Curvature, CompressionReport]:
-    """Compresses an estimate by the steps of `options.compress` that were not applied during accumulation.
+    """Compresses an estimate with the codecs in `options.compress`.
+
+    If these include 'block:K', only diagonal blocks were computed, so the error of this codec is unknown.
 
     Returns:
-        The compressed curvature, and a report on the approximation error of these steps.
+        The compressed curvature, and a report on the measured approximation errors.
     """
     compressed, report = compress_with(curvature, choose_codecs(curvature, options.compress, None))
     return with_unknown_loss(compressed, options), report
 
 
 def with_unknown_loss(curvature: Curvature, options: EstimateOptions) -> Curvature:
-    """Records that the loss of a compressed estimate is unknown, if off-diagonal blocks were not computed."""
+    """Records in a compressed estimate that its total loss is unknown, if 'block:K' is among the codecs."""
     if options.diagonal_blocks <= 1:
         return curvature
     unknown = (Loss(step=str(options.chain)),)

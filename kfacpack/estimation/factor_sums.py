@@ -1,6 +1,7 @@
-"""Running sums that become matrices. Sums are updated in place, in at least float32, without redundant elements.
+"""Running sums over rows, from which the matrices of a curvature are computed.
 
-Rows have shape (P, n). The `tensors` of a sum can be stored, restored, and added up over processes.
+Sums are updated in place, in float32 or a wider dtype. Of a symmetric matrix, one triangle is stored. Rows have shape
+(P, n). The `tensors` of a sum can be saved, restored, and added up over processes.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.schema import triangle_length, widest_block
 
 TILE, STRIP = 768, 192
-"""Sides of the tiles in which a triangle is summed, and of the strips of rows that divide tiles on the diagonal. A few
-percent of the elements above the diagonal are computed as well, but the products are large enough to be fast. The
-columns of each tile are first copied to contiguous memory, because products of strided columns are slow."""
+"""Number of rows of the tiles in which a triangle is summed, and of the strips into which tiles on the diagonal are
+divided. A few percent of the elements above the diagonal are computed as well, but the products are large enough to be
+fast. The columns of each tile are first copied to contiguous memory, because products of strided columns are slow."""
 
 
 class RunningSum(ABC):
-    """A running sum over rows, which becomes a matrix when it is finished."""
+    """A running sum over rows, from which a matrix is computed at the end."""
 
     side: int
     """Number of rows and columns of the matrix."""
 
     @abstractmethod
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
-        """Adds rows, (P, side), or one-hot rows as indices, (P,).
+        """Adds rows, (P, side), or one-hot rows that are passed as indices, (P,), to the sum.
 
         Args:
             rows: Rows to add.
@@ -43,7 +44,7 @@ class RunningSum(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the summed tensors, which may be modified in place."""
+        """Yields the tensors that contain the sum. They may be modified in place."""
 
     @abstractmethod
     def is_finite(self) -> bool:
@@ -51,11 +52,17 @@ class RunningSum(ABC):
 
     @abstractmethod
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
-        """Returns the sum divided by `divisor` as a matrix on the CPU. The sum cannot be used afterwards."""
+        """Returns the sum divided by `divisor` as a matrix on the CPU. The sum cannot be used afterwards.
+
+        Args:
+            divisor: Number by which the sum is divided.
+            examples: Number of examples, which is recorded in the matrix.
+            positions: Number of positions, which is recorded in the matrix.
+        """
 
     @abstractmethod
     def shape(self) -> Matrix:
-        """Returns the finished matrix without its values, to determine its size in a bundle."""
+        """Returns the matrix that `finish` would return, but without values, to determine its size in a bundle."""
 
 
 class TriangleSum:
@@ -85,7 +92,7 @@ class TriangleSum:
         ]
 
     def add(self, rows: Tensor) -> None:
-        """Adds rows, (P, side)."""
+        """Adds the lower triangle of Σ x xᵀ for rows x, (P, side)."""
         columns = [rows[:, start:stop].contiguous() for start, stop in self._tiles]
         for part in self._parts:
             height, width = part.values.shape
@@ -96,7 +103,7 @@ class TriangleSum:
                 part.values.add_((left.T @ right).to(part.values.device))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the summed tensors, which may be modified in place."""
+        """Yields the tensors that contain the sum. They may be modified in place."""
         return (part.values for part in self._parts)
 
     def is_finite(self) -> bool:
@@ -106,7 +113,7 @@ class TriangleSum:
         return all(bool(diagonal.isfinite().all()) for diagonal in diagonals)
 
     def pack_into(self, packed: Tensor, divisor: float) -> None:
-        """Writes the sum, divided by `divisor`, to a packed triangle, and frees the memory of the sum."""
+        """Writes the sum, divided by `divisor`, to the packed triangle `packed`, and frees the memory of the sum."""
         while self._parts:
             part = self._parts.pop()
             pack_rows(part.values.div_(divisor).cpu(), part.row, part.left, packed)
@@ -114,15 +121,17 @@ class TriangleSum:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Consecutive rows of a triangle, from column `left` on. They are products of columns from two tiles."""
+    """A rectangular part of a triangle: products of columns from the tiles with indices `tile` and `other`."""
 
     row: int
+    """Index of the first row."""
     left: int
+    """Index of the first column."""
     values: Tensor
     tile: int
     other: int
     first: int
-    """Column within the tile that corresponds to the first row."""
+    """Index of the column of `tile` that gives the first row."""
 
 
 class GramSum(RunningSum):
@@ -132,8 +141,8 @@ class GramSum(RunningSum):
         width: Number of elements of x.
         dtype: Dtype of the sum.
         device: Device of the sum.
-        ones: Whether to append a one to every row. The ones are not stored: their products are the sum of the
-            rows and the number of rows.
+        ones: Whether to append a one to every row. The ones are not stored. Their products with the other elements are
+            the sum of the rows, and their products with each other are the number of rows.
         blocks: Number of diagonal blocks.
 
     Raises:
@@ -147,7 +156,7 @@ class GramSum(RunningSum):
         self.blocks = blocks
         if not 1 <= blocks <= self.side:
             raise KfacpackError(
-                f"expected 1 to {self.side} diagonal blocks for a matrix of side {self.side}, got {blocks}"
+                f"expected 1 to {self.side} diagonal blocks for a matrix with {self.side} rows, got {blocks}"
             )
         self._dtype = dtype
         self._spans = [(left, min(right, width)) for left, right in spans(self.side, blocks)]
@@ -157,7 +166,7 @@ class GramSum(RunningSum):
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
-        """Adds rows, (P, width)."""
+        """Adds the products x xᵀ of rows x, (P, width)."""
         rows = rows.to(self._dtype)
         for (left, right), triangle in zip(self._spans, self._triangles, strict=True):
             triangle.add(rows[:, left:right])
@@ -166,14 +175,14 @@ class GramSum(RunningSum):
             self._count.add_(len(rows) if count is None else count.to(self._count.device))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the summed tensors, which may be modified in place."""
+        """Yields the tensors that contain the sum. They may be modified in place."""
         for triangle in self._triangles:
             yield from triangle.tensors()
         if self._sums is not None:
             yield from (self._sums, self._count)
 
     def shape(self) -> Matrix:
-        """Returns the finished matrix without its values."""
+        """Returns the matrix that `finish` would return, but without values."""
         return self._matrix(SpecTensors({"data": (FILE_TYPES[self._dtype], self._data_shape)}))
 
     def is_finite(self) -> bool:
@@ -181,7 +190,7 @@ class GramSum(RunningSum):
         return all(triangle.is_finite() for triangle in self._triangles)
 
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
-        """Returns the sum divided by `divisor`. The matrix is packed on first access."""
+        """Returns the sum divided by `divisor` as a matrix, whose values are packed when they are first accessed."""
         shape = self._data_shape
         # Packed on demand, because a matrix is read only once when it is saved, and may not be read at all otherwise.
         components = LazyTensors((FILE_TYPES[self._dtype], shape), lambda: self._packed(divisor).reshape(shape))
@@ -212,7 +221,7 @@ class GramSum(RunningSum):
 
 
 class DiagonalSum(RunningSum):
-    """A running sum that is a diagonal matrix, or the diagonal of a matrix.
+    """Base class of running sums that store only the diagonal of the matrix.
 
     Args:
         side: Number of elements of the diagonal.
@@ -228,11 +237,11 @@ class DiagonalSum(RunningSum):
         self._values.add_(values.to(device=self._values.device, dtype=self._values.dtype))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the summed tensors, which may be modified in place."""
+        """Yields the tensors that contain the sum. They may be modified in place."""
         yield self._values
 
     def shape(self) -> Matrix:
-        """Returns the finished matrix without its values."""
+        """Returns the matrix that `finish` would return, but without values."""
         return Diagonal(self.side, SpecTensors({"data": (FILE_TYPES[self._values.dtype], (self.side,))}))
 
     def is_finite(self) -> bool:
@@ -240,12 +249,12 @@ class DiagonalSum(RunningSum):
         return bool(self._values.isfinite().all())
 
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
-        """Returns the sum divided by `divisor`."""
+        """Returns the sum divided by `divisor` as a diagonal matrix."""
         return Diagonal.of(self._values.cpu().div_(divisor), examples=examples, positions=positions)
 
 
 class SquareSum(DiagonalSum):
-    """The elementwise sum Σ x² over rows x."""
+    """The sum of the elementwise squares of rows x, which is the diagonal of Σ x xᵀ."""
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
         """Adds the elementwise squares of rows, (P, side)."""
@@ -253,7 +262,10 @@ class SquareSum(DiagonalSum):
 
 
 class CountSum(DiagonalSum):
-    """The sum Σ x xᵀ over one-hot rows x, given as indices: the count of each index. Ignores negative indices."""
+    """The sum Σ x xᵀ over one-hot rows x, a diagonal matrix with the number of rows for each index.
+
+    The rows are passed as indices. Negative indices are ignored.
+    """
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
         """Adds one-hot rows, given as indices, (P,)."""

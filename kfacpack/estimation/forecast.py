@@ -1,8 +1,9 @@
-"""Forecasts the blocks of an estimate and its size, time, disk space and memory, also for GPUs that are not available.
+"""Forecasts the blocks of an estimate, and the time, memory and disk space that it needs.
 
-For a layer-by-layer estimate, one layer of each kind is planned and measured. This requires no weights: with
-`loading="shapes"`, a model is loaded with arbitrary values. For a GPU that is not available, the time is computed from
-the number of floating-point operations.
+For a layer-by-layer estimate, layers with equal parameter names and shapes are of the same kind, and only one layer of
+each kind is planned and measured. This requires no weights: with `loading="shapes"`, a model is loaded with arbitrary
+values. The time can also be forecast for a GPU that this machine does not have, from the number of floating-point
+operations.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast of the blocks, size and cost of an estimate."""
+    """Forecast of the blocks of an estimate, and of its size, time and memory."""
 
     blocks: tuple[BlockForecast, ...]
     frozen: tuple[str, ...]
@@ -50,10 +51,10 @@ class Forecast:
     bytes: int
     """Size of the bundle's tensors in bytes."""
     seconds: float
-    """Expected time of the estimate: that of one batch, times the number of batches."""
+    """Expected time of the estimate in seconds: the time for one batch, times the number of batches."""
     peak_memory: int
-    """Peak memory in bytes: that of the weights and the sums, plus the larger of the activations of a batch and the
-    matrices that are computed from the sums."""
+    """Expected peak memory in bytes: the weights and the sums, plus the activations of a batch or the matrices that are
+    computed from the sums, whichever are larger."""
     stored_bytes: int = 0
     """Total size in bytes of the files, other than the bundle, that a streamed estimate stores until it is complete."""
 
@@ -61,12 +62,12 @@ class Forecast:
 def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput) -> int:
     """Estimates how many bytes autograd saves for the backward pass of a batch, excluding weights.
 
-    If the batch can be split into examples, the number is extrapolated from two of them.
+    If the batch can be split into examples, the number is extrapolated from two copies of its first example.
 
     Args:
-        model: Module whose weights are not counted.
+        model: Module whose parameters and buffers are not counted.
         forward: Function that computes f from a batch.
-        batch: The batch, with its padding.
+        batch: The batch, including its padding.
     """
     size = batch_size_of(batch)
     if size is None:
@@ -78,11 +79,11 @@ def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput) -> i
 def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> int:
     """Measures how many bytes autograd saves for a backward pass, excluding weights.
 
-    The largest tensor is counted three times, to include its incoming and outgoing gradients.
+    The largest tensor is counted three times, because two gradients of the same size may exist at the same time.
 
     Args:
-        model: Module whose weights are not counted.
-        compute: Function that computes an output.
+        model: Module whose parameters and buffers are not counted.
+        compute: Function that runs the module.
     """
     weights = {tensor.untyped_storage().data_ptr() for tensor in _parameters_and_buffers(model)}
     kept: dict[int, int] = {}
@@ -121,7 +122,7 @@ class Gpu:
     memory: float
     """Size of the memory in bytes."""
     half: float
-    """Dense floating-point operations per second in bfloat16."""
+    """Floating-point operations per second in bfloat16, without sparsity."""
     single: float
     """Floating-point operations per second in float32, in which factors are accumulated."""
 
@@ -145,8 +146,8 @@ def find_gpu(name: str) -> Gpu:
     """Returns the specifications of a GPU.
 
     Args:
-        name: Name of the GPU, in upper or lower case. For a name without the memory size (`A100`), the first size in
-            `GPUS` is used.
+        name: Name of the GPU, in upper or lower case. If the memory size is omitted (`A100`), the first GPU in `GPUS`
+            with this name is returned.
 
     Raises:
         KfacpackError: If the name is unknown.
@@ -160,7 +161,7 @@ def find_gpu(name: str) -> Gpu:
 
 @dataclass
 class _Segment:
-    """Blocks of one segment, and its cost for one batch."""
+    """Blocks of one segment of a model, with the memory and time that their estimate needs."""
 
     blocks: tuple[BlockForecast, ...]
     weights: int
@@ -170,9 +171,9 @@ class _Segment:
     peak: int
     """Peak memory in bytes while the segment is computed or written, excluding weights outside the layers."""
     flops: int = 0
-    """Floating-point operations of the forward pass for one batch."""
+    """Number of floating-point operations in the forward pass for one batch."""
     sum_flops: int = 0
-    """Floating-point operations that add one batch to the sums."""
+    """Number of floating-point operations for adding one batch to the sums."""
     seconds: float = 0.0
     """Measured time of the forward and backward passes for one batch."""
 
@@ -186,7 +187,7 @@ def forecast_stream(
     gpu: Gpu | None = None,
     keeps_segments: bool = False,
 ) -> Forecast:
-    """Forecasts a streamed estimate.
+    """Forecasts the blocks, size, time and memory of a layer-by-layer estimate.
 
     Args:
         stream: The segments of the model.
@@ -194,10 +195,11 @@ def forecast_stream(
         examples: Number of examples.
         batches: Number of batches.
         gpu: GPU for which the time is forecast. By default, the time is measured on this machine.
-        keeps_segments: Whether the files of the segments become the files of the bundle, rather than being copied.
+        keeps_segments: Whether the bundle consists of the files that are written for the segments. Otherwise, these
+            files are temporary, and their contents are copied into the bundle at the end.
 
     Returns:
-        The forecast.
+        The forecast for all examples.
     """
     module, layers = stream.model.module, stream.layers
     with eval_mode(module, stream.outer):
@@ -255,7 +257,7 @@ def forecast_stream(
 
 
 def _unmeasured(stream: LayerStream, plan: BlockPlan) -> _Segment:
-    """Returns the blocks and sums of the stem or the head, whose time is negligible."""
+    """Returns the blocks and the sums of the stem or the head. The time that they need is neglected."""
     accumulator = stream.accumulator(plan, {})
     return _Segment(accumulator.forecasts(stream.options.chain), 0, accumulator.nbytes, 0)
 
@@ -263,7 +265,7 @@ def _unmeasured(stream: LayerStream, plan: BlockPlan) -> _Segment:
 def _measured(
     stream: LayerStream, plan: BlockPlan, layer: nn.Module, call: LayerCall, hidden: Tensor, size: int, passes: int
 ) -> _Segment:
-    """Returns the cost of a layer for a batch of `size` examples, extrapolated from two examples."""
+    """Returns the blocks of a layer and their cost for a batch of `size` examples, extrapolated from two examples."""
     accumulator = stream.accumulator(plan, {})
     with FlopCounterMode(display=False) as counter:
         saved = saved_bytes(layer, lambda: call.run(layer, hidden.detach().requires_grad_()))
@@ -303,14 +305,14 @@ def _seconds(
 
 
 def _own_names(stream: LayerStream, plan: BlockPlan) -> list[tuple[str, str]]:
-    """Returns the names of the parameters in a plan, each with the prefix of its layer."""
+    """Returns a pair for each parameter in a plan: the prefix of its layer, and its name."""
     prefixes = [stream.layers.prefix(index) for index in range(len(stream.layers))]
     names = dict.fromkeys(name for block in plan.blocks for name in block.parameters)
     return [(next(prefix for prefix in prefixes if name.startswith(prefix)), name) for name in names]
 
 
 def _renamed(blocks: Sequence[BlockForecast], old: str, new: str) -> tuple[BlockForecast, ...]:
-    """Returns the blocks of a layer, renamed for another layer of the same kind."""
+    """Returns the blocks of a layer, renamed for another layer: the prefix `old` in names is replaced with `new`."""
     return tuple(
         replace(
             block,
@@ -328,7 +330,7 @@ def _outer_bytes(module: nn.Module, is_outside: Any) -> int:
 
 
 def _gpu_seconds(gpu: Gpu, stream: LayerStream, segments: Sequence[_Segment], batches: int, passes: int) -> float:
-    """Returns the computation time on a GPU: two forward passes, the backward passes to the inputs, and the sums."""
+    """Returns the time in seconds that a GPU needs for two forward passes, the backward passes and summation."""
     dtype = next(iter(stream.selected.values())).dtype
     speed = EFFICIENCY * (gpu.half if dtype.itemsize == 2 else gpu.single)
     model = sum(segment.flops for segment in segments) * (2 + passes) / speed
@@ -337,6 +339,9 @@ def _gpu_seconds(gpu: Gpu, stream: LayerStream, segments: Sequence[_Segment], ba
 
 
 def _disk_seconds(segments: Sequence[_Segment], outer: int, states: int, passes: int, bundle: int) -> float:
-    """Returns the time to read weights, write and read stored inputs and gradients, and write the bundle twice."""
+    """Returns the time in seconds for reading and writing files.
+
+    This includes reading the weights, storing and reading inputs and gradients, and writing the bundle twice.
+    """
     weights = outer + 3 * sum(segment.weights for segment in segments)
     return (weights + len(segments) * states * (3 + 2 * passes) + 2 * bundle) / DISK_SPEED

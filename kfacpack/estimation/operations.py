@@ -1,15 +1,16 @@
 """Operations that use parameters, identified by their name in autograd's graph and the slot of the parameter.
 
-The operand is the parameter as it enters the operation, after a transpose or a cast; g is the gradient at the
-operation's output. The P rows are the positions of all N examples in a batch, in the order that the operation uses.
+The slot is the index of the input at which the parameter enters the operation. The operand is the parameter as it
+enters the operation, after a transpose or a cast. g is the gradient with respect to the operation's output. The P rows
+are the positions of all N examples in a batch, in the order that the operation uses.
 
 - Parameters that are used as matrices have a `MatrixOperation`: `linear`, `x @ W`, `W @ x`, `addmm`, and any `einsum`
   that reduces to one of them; convolutions with any number of dimensions, which are products with every patch that the
   kernel covers; and embedding lookups, which are products with one-hot rows and have a diagonal A.
 - Parameters that are added to or multiplied with every position (biases, scales, norms, position tables) have a
   `VectorOperation`.
-- All other uses have a `GenericOperation`. The gradient at the operand is linear in the gradient at the output, so the
-  gradient for one example is obtained by setting the output gradients of all other examples to zero. This is exact, and
+- All other uses have a `GenericOperation`. The gradient with respect to the operand is linear in g, so the gradient
+  for one example is obtained by setting the output gradients of all other examples to zero. This is exact, and
   calls the backward function of the operation N times.
 """
 
@@ -49,7 +50,7 @@ class MatrixOperation(ABC):
     kind: str
     """Name of the operation in bundles."""
     bias_slot: int | None = None
-    """Index of the input that is added to every row of the output as a bias; None if there is none."""
+    """Index of the input that is added to every row of the output as a bias; None if the operation adds no bias."""
     operand_is_transposed: bool = False
     """Whether the operand is (in, out) rather than (out, in)."""
     one_hot: bool = False
@@ -57,7 +58,7 @@ class MatrixOperation(ABC):
 
     @abstractmethod
     def supports(self, node: Node) -> bool:
-        """Returns whether this call is supported. Calls with groups or scaling are not."""
+        """Returns whether this call is supported. Calls with groups or scaling are not supported."""
 
     @abstractmethod
     def inputs(self, node: Node) -> Tensor:
@@ -65,7 +66,7 @@ class MatrixOperation(ABC):
 
     @abstractmethod
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns g as rows, (P, out)."""
+        """Returns the output gradient g as rows, (P, out)."""
 
     @abstractmethod
     def identity(self, node: Node) -> Hashable:
@@ -73,7 +74,7 @@ class MatrixOperation(ABC):
 
 
 class VectorOperation(ABC):
-    """An operation with per-example gradients at the operand. Its parameter gets a dense or diagonal G."""
+    """An operation whose parameter gets a dense or diagonal G, which is computed from per-example gradients."""
 
     kind: str
     """Name of the operation in bundles."""
@@ -82,16 +83,23 @@ class VectorOperation(ABC):
 
     @abstractmethod
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """Returns the gradient at the operand for every example, (N, size of the operand)."""
+        """Returns the gradient with respect to the operand for every example, (N, size of the operand).
+
+        Args:
+            step: The operation, as the last step of the path from the parameter.
+            g: Gradient with respect to the output of the operation.
+            layout: Layout of the examples in the output.
+            examples: Number of examples, N.
+        """
 
 
 def memory_identity(tensor: Tensor) -> Hashable:
-    """Returns a key that identifies a tensor saved by autograd: two such tensors with equal keys are the same."""
+    """Returns a key for a tensor saved by autograd. Tensors of one graph with equal keys have the same elements."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 class MatmulRight(MatrixOperation):
-    """The product rows @ operand, with an operand (in, out). torch executes `linear` and `x @ W` as this product.
+    """The product rows @ operand, with an operand (in, out). Both `linear` and `x @ W` are executed as this product.
 
     Args:
         rows: Name under which autograd saves the rows.
@@ -114,11 +122,11 @@ class MatmulRight(MatrixOperation):
         return _as_matrix(saved(node, self._rows))
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns g as a matrix."""
+        """Returns the output gradient g as a matrix, (P, out)."""
         return _as_matrix(g)
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key that identifies the rows by their memory."""
+        """Returns a key that identifies the rows by their location in memory."""
         return memory_identity(self.inputs(node))
 
 
@@ -128,16 +136,16 @@ class MatmulLeft(MatmulRight):
     operand_is_transposed = False
 
     def inputs(self, node: Node) -> Tensor:
-        """Returns the transposed columns."""
+        """Returns the columns that are multiplied by the operand, transposed to rows, (P, in)."""
         return super().inputs(node).T
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns the transpose of g."""
+        """Returns the transpose of the output gradient g, (P, out)."""
         return super().gradients(node, g).T
 
 
 class LinearOperation(MatrixOperation):
-    """`linear` with an operand (out, in), on devices where it is a separate operation."""
+    """`linear`, with an operand (out, in), on devices where torch executes it as an operation of its own."""
 
     kind = "linear"
     bias_slot = 2
@@ -147,16 +155,16 @@ class LinearOperation(MatrixOperation):
         return True
 
     def inputs(self, node: Node) -> Tensor:
-        """Returns the input with all leading dimensions flattened."""
+        """Returns the input as rows, (P, in), with all leading dimensions flattened."""
         rows: Tensor = saved(node, "input")
         return rows.reshape(-1, rows.shape[-1])
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns g with all leading dimensions flattened."""
+        """Returns the output gradient g as rows, (P, out), with all leading dimensions flattened."""
         return g.reshape(-1, g.shape[-1])
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key that identifies the input by its memory."""
+        """Returns a key that identifies the input by its location in memory."""
         return memory_identity(saved(node, "input"))
 
 
@@ -171,7 +179,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 
 class ConvolutionOperation(MatrixOperation):
-    """A convolution with an operand (out, in / groups, *kernel). Each row is a patch, flattened like the kernel."""
+    """A convolution with an operand (out, in, *kernel). Each input row is a flattened patch of the image."""
 
     kind = "convolution"
     bias_slot = 2
@@ -182,16 +190,16 @@ class ConvolutionOperation(MatrixOperation):
         return not arguments.transposed and arguments.groups == 1
 
     def inputs(self, node: Node) -> Tensor:
-        """Returns the patches, (P, in * kernel size)."""
+        """Returns all patches of the images that the kernel covers, (P, in * kernel size)."""
         arguments = convolution_arguments(node)
         return patches(arguments.input, arguments.kernel, arguments.stride, arguments.padding, arguments.dilation)
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns g as rows, with the channels as columns."""
+        """Returns the output gradient g as rows, (P, out): one row per position and one column per channel."""
         return g.movedim(1, -1).reshape(-1, g.shape[1])
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key that identifies the geometry, and the images by their memory."""
+        """Returns a key with the location of the images in memory and the arguments of the convolution."""
         images, *geometry = convolution_arguments(node)
         return memory_identity(images), *geometry
 
@@ -199,7 +207,7 @@ class ConvolutionOperation(MatrixOperation):
 def patches(
     x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
 ) -> Tensor:
-    """Returns all patches that a kernel covers: (N, in, *sizes) -> (N * positions, in * kernel size).
+    """Returns all patches of images that a kernel covers: (N, in, *sizes) -> (N * positions, in * kernel size).
 
     Args:
         x: Images, with any number of spatial dimensions.
@@ -226,22 +234,22 @@ class EmbeddingOperation(MatrixOperation):
     one_hot = True
 
     def supports(self, node: Node) -> bool:
-        """Returns whether the lookup does not scale gradients by frequency."""
+        """Returns whether gradients are independent of the frequency of indices (`scale_grad_by_freq` is False)."""
         return not embedding_arguments(node).scale_grad_by_freq
 
     def inputs(self, node: Node) -> Tensor:
-        """Returns the index of every row, (P,); -1 for the padding index, whose embedding gets no gradient."""
+        """Returns the index of every row, (P,), or -1 for the padding index, whose embedding gets no gradient."""
         arguments = embedding_arguments(node)
         indices = arguments.indices.reshape(-1)
         return torch.where(indices == arguments.padding_index, -1, indices)
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """Returns g with all leading dimensions flattened. Rows for the padding index are zero."""
+        """Returns the output gradient g as rows, (P, width). Rows for the padding index are set to zero."""
         g = g.reshape(-1, g.shape[-1])
         return g * (self.inputs(node) >= 0)[:, None]
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key that identifies the padding index, and the indices by their memory."""
+        """Returns a key that identifies the indices by their location in memory, and the padding index."""
         arguments = embedding_arguments(node)
         return memory_identity(arguments.indices), arguments.padding_index
 
@@ -261,18 +269,18 @@ class AddOperation(VectorOperation):
         self._sign = sign
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """Returns g, summed over positions and scaled."""
+        """Returns the output gradient g, summed over the positions of each example, times the sign and the factor."""
         factor = self._sign * (saved(step.node, self._factor) if self._factor else 1)
         return factor * layout.per_example(g, step.operand_shape, examples)
 
 
 class ConvolutionBias(VectorOperation):
-    """A bias with one element per channel; the channels are dimension 1 of (N, channels, ...)."""
+    """The bias of a convolution, with one element per channel. The output is (N, channels, ...)."""
 
     kind = "add"
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """Returns g, summed over positions."""
+        """Returns the output gradient g, summed over the positions of each example."""
         return layout.per_example(g, (*step.operand_shape, *[1] * (g.dim() - 2)), examples)
 
 
@@ -289,41 +297,41 @@ class MultiplyOperation(VectorOperation):
         self._other = other
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """Returns g * x, summed over positions."""
+        """Returns g * x for the output gradient g, summed over the positions of each example."""
         return layout.per_example(g * saved(step.node, self._other), step.operand_shape, examples)
 
 
 class LayerNormScale(VectorOperation):
-    """The scale of a layer norm."""
+    """The multiplication by the scale (weight) in a layer norm."""
 
     kind = "layer_norm"
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """Returns g times the normalised input, summed over positions."""
+        """Returns the output gradient g times the normalised input, summed over the positions of each example."""
         return layout.per_example(layer_norm_rows(step.node) * g, step.operand_shape, examples)
 
 
 class LayerNormShift(AddOperation):
-    """The shift of a layer norm."""
+    """The addition of the shift (bias) in a layer norm."""
 
     kind = "layer_norm"
 
 
 class GenericOperation(VectorOperation):
-    """Any other operation, differentiated separately for each example.
+    """Any other operation; its backward function is called separately for each example.
 
     Args:
         kind: Name of the operation in bundles.
     """
 
-    # During the backward pass, an operation returns no gradient for inputs whose gradient was not requested.
+    # During the backward pass, an operation returns no gradient with respect to inputs for which none was requested.
     immediate = False
 
     def __init__(self, kind: str):
         self.kind = kind
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """Returns the gradient at the operand for every example, with one backward call per example."""
+        """Returns the gradient with respect to the operand for every example, with one backward call per example."""
         vectors = []
         for example in range(examples):
             masked = torch.zeros_like(g)
@@ -343,7 +351,7 @@ MATRIX_OPERATIONS: dict[tuple[str, int], MatrixOperation] = {
     ("Convolution", 1): ConvolutionOperation(),
     ("Embedding", 0): EmbeddingOperation(),
 }
-"""Matrix operations by name in autograd's graph and slot of the parameter."""
+"""Matrix operations by their name in autograd's graph and the index of the input that is the parameter."""
 VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("Add", 0): AddOperation(),
     ("Add", 1): AddOperation("alpha"),
@@ -357,7 +365,7 @@ VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("NativeLayerNorm", 1): LayerNormScale(),
     ("NativeLayerNorm", 2): LayerNormShift(),
 }
-"""Vector operations by name in autograd's graph and slot of the parameter."""
+"""Vector operations by their name in autograd's graph and the index of the input that is the parameter."""
 OPERATION_KINDS = {"Expand": "token", "Repeat": "token"}
 """Names of generic operations in bundles, if they differ from the lower-case name of the operation."""
 
@@ -366,22 +374,22 @@ _PRODUCTS = frozenset(key for key, operation in MATRIX_OPERATIONS.items() if ope
 
 
 def equivalent_products(key: tuple[str, int]) -> frozenset[tuple[str, int]] | None:
-    """Returns the operations that torch may use for a product, depending on the memory layout of the rows.
+    """Returns the operations that torch may use for a matrix product, depending on the memory layout of the rows.
 
     Args:
-        key: Name of the operation and slot of the parameter.
+        key: Name of an operation, and index of the input that is the parameter.
 
     Returns:
-        Keys of the operations; None if `key` does not identify a product.
+        Names and indices of all such operations; None if `key` does not identify a matrix product.
     """
     return _PRODUCTS if key in _PRODUCTS else None
 
 
 def matrix_operation_of(step: GraphStep) -> MatrixOperation:
-    """Returns the matrix operation of a step that was planned as one.
+    """Returns the matrix operation of a step. It must still be supported, as it was in the first batch.
 
     Raises:
-        KfacpackError: If the operation is batched, or has groups or scaling, unlike in the first batch.
+        KfacpackError: If the operation is now batched, or has groups or scaling.
     """
     key = last_operation((step,))
     operation = MATRIX_OPERATIONS[key]
@@ -392,7 +400,7 @@ def matrix_operation_of(step: GraphStep) -> MatrixOperation:
 
 
 def operation_of(step: GraphStep) -> MatrixOperation | VectorOperation:
-    """Returns the operation of a step, which is a `GenericOperation` if the operation is unknown."""
+    """Returns the operation of a step of a path. If no class is registered for it, this is a `GenericOperation`."""
     key = last_operation((step,))
     if (matrix_operation := MATRIX_OPERATIONS.get(key)) and matrix_operation.supports(step.node):
         return matrix_operation

@@ -6,7 +6,7 @@ drawn from p, so that E[s sᵀ] = Wᵀ (diag p - p pᵀ) W. The probes for an ex
 of the example, not on the batch size, the number of processes, or the batch at which an interrupted run was resumed.
 
 The probes for different rows of f are independent, so the expected product of two of them is zero, and one backward
-pass is sufficient for all rows of an example. Exact directions are not random, and need one pass per row.
+pass is sufficient for all rows of an example. Exact directions are not random and need separate passes for each row.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Probes:
     """
 
     fisher: Fisher = "mc"
-    """"mc" for random probes, "exact" for all C unit vectors."""
+    """"mc" for random probes, "exact" for C directions that cover all of f."""
     kind: Probe = "orthogonal"
     samples: int = 1
     """Number of random probes per example."""
@@ -68,7 +68,7 @@ class Probes:
             raise KfacpackError(f"seed {self.seed}: expected an integer from 0 to 2^64 - 1")
 
     def check(self, width: int) -> None:
-        """Checks that the number of probes is possible for an output of this width.
+        """Checks that the number of probes is possible for an output f with `width` components.
 
         Raises:
             KfacpackError: If more orthogonal probes are requested than f has components.
@@ -83,22 +83,25 @@ class Probes:
 
     @property
     def divisor(self) -> int:
-        """Number by which the sum over the passes is divided."""
+        """Number by which the sum over backward passes is divided: the number of random probes, or 1 for "exact"."""
         return 1 if self.fisher == "exact" else self.samples
 
     def sampling_bytes(self, rows: int) -> int:
-        """Returns the memory, in bytes, for distributions over the vocabulary when probes for `rows` rows are drawn."""
+        """Returns how many bytes are needed to draw the probes for `rows` rows of f.
+
+        With the metric `kl`, they contain distributions over the vocabulary. With `l2`, the number is 0.
+        """
         if self.output_layer is None:
             return 0
         # Per element: p in float32, and its cumulative sum in float64, which is computed from a copy.
         return min(rows, ROWS_AT_ONCE) * len(self.output_layer) * 16
 
     def draw(self, numbers: Sequence[RowNumber], f: Tensor) -> Iterator[Tensor]:
-        """Yields the probes for the rows, (P, C), one tensor per pass.
+        """Yields the probes for the P rows of f in a batch: one tensor, (P, C), per backward pass.
 
         Args:
-            numbers: Indices of the P rows and of their examples.
-            f: The rows, (P, C).
+            numbers: For each row, the index of its example, and the index of the row within the example.
+            f: The output of the model for the batch, (P, C).
         """
         width = f.shape[1]
         if self.fisher == "exact":
@@ -123,7 +126,7 @@ class Probes:
         return np.random.Generator(np.random.Philox(key=self.seed, counter=[0, row, 0, example]))
 
     def _of_row(self, number: RowNumber, width: int) -> Tensor:
-        """Returns the probes for one row, (samples, C), in float64."""
+        """Returns the random probes for one row of f, (samples, C), in float64."""
         generator, shape = self._generator(number), (self.samples, width)
         if self.kind == "rademacher":
             return torch.from_numpy(generator.integers(0, 2, shape) * 2.0 - 1.0)
@@ -135,15 +138,15 @@ ROWS_AT_ONCE = 256
 
 
 def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterator[Tensor]:
-    """Yields Wᵀ (e_y - p) for every sample y ~ p = softmax(W f).
+    """Yields the probes Wᵀ (e_y - p), where y is drawn from p = softmax(W f): one tensor, (P, C), per sample.
 
-    The cumulative distributions are computed in float64 on the CPU, in the order of the vocabulary. This is because not
-    every device supports float64, and because the samples must not depend on a device's order of summation.
+    The cumulative distributions are computed in float64 on the CPU, because not every device supports float64, and
+    because the samples must not depend on the order in which a device adds numbers.
 
     Args:
-        f: Rows, (P, C).
+        f: The output of the model for a batch, (P, C).
         output_layer: W, (vocabulary, C).
-        uniform: Uniform numbers, (P, samples), from which y is computed by inversion.
+        uniform: Uniform random numbers, (P, samples). y is computed from them by inverting the distribution function.
     """
     W = output_layer.detach()
     parts = []
@@ -156,7 +159,10 @@ def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterato
 
 
 def _metric_roots(f: Tensor, output_layer: Tensor) -> Tensor:
-    """Returns R, (P, C, C), with R Rᵀ = Wᵀ (diag p - p pᵀ) W for every row of f; computed in float64 on the CPU."""
+    """Returns a matrix R with R Rᵀ = Wᵀ (diag p - p pᵀ) W for each row of f, where p = softmax(W f).
+
+    The matrices, (P, C, C), are computed in float64 on the CPU.
+    """
     W = output_layer.detach().cpu().double()
     roots = []
     for row in f.detach().cpu().double():
@@ -206,7 +212,7 @@ class EstimateOptions:
             raise KfacpackError(f"metric {self.metric!r}: expected 'l2' or 'kl'")
         if self.metric == "kl" and self.probe != "orthogonal":
             problem = "with the metric 'kl', probes are drawn from the output distribution"
-            raise KfacpackError(f"probe {self.probe!r}: {problem}; omit the option")
+            raise KfacpackError(f"probe {self.probe!r}: {problem}; omit this option")
 
     @property
     def probes(self) -> Probes:
@@ -215,12 +221,12 @@ class EstimateOptions:
 
     @cached_property
     def chain(self) -> CodecChain:
-        """The codecs with which the result is compressed."""
+        """The codecs with which the estimate is compressed."""
         return CodecChain() if self.compress is None else CodecChain.parse(self.compress)
 
     @property
     def diagonal_blocks(self) -> int:
-        """Number of diagonal blocks that are computed for each factor: K in 'block:K', otherwise 1."""
+        """Number of diagonal blocks that `compress` requests for each factor: K for 'block:K', otherwise 1."""
         return self.chain.structure.count if isinstance(self.chain.structure, BlockCodec) else 1
 
     @property
@@ -229,7 +235,7 @@ class EstimateOptions:
         return EXPAND if self.sharing == "expand" else REDUCE
 
     def settings(self, dtype: torch.dtype, device: torch.device) -> CollectorSettings:
-        """Returns the settings for the sums, given the dtype and device of the model."""
+        """Returns the dtype, device and other settings of the sums, given the dtype and device of the model."""
         return CollectorSettings(
             dtype=torch.promote_types(torch.float32, dtype),
             device=torch.device("cpu") if self.offload else device,
@@ -238,7 +244,7 @@ class EstimateOptions:
         )
 
     def manifest(self, dtype: torch.dtype) -> Estimate:
-        """Returns the entry in the manifest, given the dtype of the model."""
+        """Returns the manifest entry that describes the estimate, given the dtype of the model."""
         sum_dtype = _FLOAT_TYPES[torch.promote_types(torch.float32, dtype)]
         common = {"model_dtype": _FLOAT_TYPES.get(dtype), "accumulation_dtype": sum_dtype}
         if self.fisher == "exact":

@@ -1,6 +1,6 @@
 """Writes and reads partial files, which contain the state of interrupted runs.
 
-A resumed run produces the same bytes as an uninterrupted one.
+A resumed run writes a file with the same bytes as an uninterrupted one.
 
 A layer-by-layer estimate also stores the inputs, arguments and gradients of its layers (`StreamFiles`).
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 SAVE_INTERVAL = 30.0
-"""Default number of seconds between two saves. The state is saved only at the end of a batch."""
+"""Default minimum number of seconds between two saves. The state is saved only at the end of a batch."""
 
 _MIN_INTERVAL = 20
 """Minimum interval between two saves, as a multiple of the time that a save takes."""
@@ -58,16 +58,16 @@ class PartialFile:
 
     path: Path
     description: str
-    """Description of the work in error messages, with an article: "an estimate", for example."""
+    """Description of the work, for error messages, with an article; for example, "an estimate"."""
     request: dict[str, Any]
     """Settings of the work. A file that was saved with other settings is rejected."""
     every: float = SAVE_INTERVAL
-    """Seconds between two saves."""
+    """Minimum number of seconds between two saves."""
     _last_save: float = field(default_factory=time.monotonic)
     _save_seconds: float = 0.0
 
     def is_due(self) -> bool:
-        """Returns whether enough time has passed since the last save."""
+        """Returns whether enough time has passed since the last save for the next one."""
         return time.monotonic() - self._last_save >= max(self.every, _MIN_INTERVAL * self._save_seconds)
 
     def save(self, work: Resumable, done: int, *, now: bool = False) -> None:
@@ -75,7 +75,7 @@ class PartialFile:
 
         Args:
             work: The work to save.
-            done: Number of completed batches.
+            done: Number of completed batches, or of completed steps of a layer-by-layer estimate.
             now: Whether to save regardless of the interval.
 
         Raises:
@@ -105,7 +105,7 @@ class PartialFile:
             work: The work to restore. Its tensors are modified in place.
 
         Returns:
-            The number of completed batches; 0 if there is no file.
+            The number of batches or steps that were completed; 0 if there is no file.
 
         Raises:
             KfacpackError: If the file is damaged or was saved with other settings.
@@ -119,7 +119,7 @@ class PartialFile:
                 for name, tensor in work.tensors():
                     saved = file.get_tensor(name)
                     if _digest(saved) != metadata["sha256"][name]:
-                        raise KeyError(f"{name!r} does not match the digest that was saved with it")
+                        raise KeyError(f"the digest of the tensor {name!r} differs from the saved one")
                     tensor.copy_(saved)
                 return int(metadata["batches"])
         # The metadata of other or edited files may have any type and structure.
@@ -128,10 +128,10 @@ class PartialFile:
             raise KfacpackError(f"{problem}. Remove it to start over") from error
 
     def require_absent(self) -> int:
-        """Checks that no interrupted work would be overwritten.
+        """Checks that no state of interrupted work would be overwritten.
 
         Returns:
-            0, the number of completed batches.
+            The number of completed batches of new work, which is 0.
 
         Raises:
             KfacpackError: If the file exists.
@@ -142,11 +142,11 @@ class PartialFile:
         return 0
 
     def remove(self) -> None:
-        """Removes the file if it exists."""
+        """Removes the partial file if it exists."""
         self.path.unlink(missing_ok=True)
 
     def _compare(self, saved: dict[str, Any]) -> None:
-        """Checks that the file was saved with the same settings."""
+        """Checks that the settings saved in the file are the current ones."""
         current = json.loads(json.dumps(self.request))
         # All differences are listed: the default of one option may depend on another, such as lr on the seed.
         changed = [
@@ -182,7 +182,7 @@ def output_path(output: str | os.PathLike[str] | None, filename: str, *, resume:
     Args:
         output: Path of the file; None for a file in a temporary folder, which is removed on exit.
         filename: Name of the temporary file.
-        resume: Whether to resume an interrupted run.
+        resume: Whether to resume an interrupted run, which requires an output.
 
     Yields:
         The path.
@@ -237,7 +237,7 @@ class StreamFiles:
             raise KfacpackError(f"{problem}. Choose another folder") from error
 
     def save(self, name: str, tensors: Mapping[str, Tensor], description: object = None) -> None:
-        """Writes tensors to a file, with a description in JSON.
+        """Writes tensors to a file, together with a description that is stored as JSON.
 
         Raises:
             KfacpackError: If the file cannot be written.
@@ -250,7 +250,7 @@ class StreamFiles:
             raise KfacpackError(f"{path}: cannot be written: {error}. Free disk space, then use --resume") from error
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
-        """Reads the tensors and the description from a file.
+        """Reads the tensors and the description from a file that `save` has written.
 
         Raises:
             KfacpackError: If the file is missing or damaged.
@@ -263,27 +263,31 @@ class StreamFiles:
         except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
             problem = f"{path}: a file from an interrupted estimate is missing or damaged ({error})"
             raise KfacpackError(
-                f"{problem}. Remove {self.folder} and the partial file beside it to start over"
+                f"{problem}. Remove {self.folder} and the partial file beside the output to start over"
             ) from error
 
     def remove(self, pattern: str) -> None:
-        """Removes the files whose names match a pattern."""
+        """Removes the files whose names, without the suffix, match a glob pattern."""
         for path in self.folder.glob(f"{pattern}.safetensors"):
             path.unlink()
 
 
 class ArgumentEncoder:
-    """Encodes the arguments of layers as JSON. Tensors that several layers receive are stored only once."""
+    """Encodes the arguments of layers as JSON values and named tensors.
+
+    A tensor that several layers receive is included only once.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
 
     def encode(self, value: Any) -> Any:
-        """Returns an argument as JSON values, with tensors replaced by names.
+        """Returns an argument as JSON values, in which tensors are replaced by their names in `tensors`.
 
         Raises:
-            KfacpackError: If the argument contains anything other than tensors and plain values.
+            KfacpackError: If the argument contains anything other than tensors, numbers, strings, None, and lists,
+                tuples or mappings of these.
         """
         if isinstance(value, Tensor):
             name = self._names.setdefault(id(value), f"argument-{len(self._names)}")
@@ -300,7 +304,7 @@ class ArgumentEncoder:
 
 
 def decode_arguments(entry: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Decodes arguments that `ArgumentEncoder` has encoded."""
+    """Decodes an argument that `ArgumentEncoder` has encoded, given the tensors by name."""
     if "tensor" in entry:
         return tensors[entry["tensor"]]
     if "list" in entry:

@@ -1,10 +1,11 @@
 """Estimates curvature layer by layer, for models whose factors or weights do not fit into memory.
 
 A model is divided into segments: its stem, its layers and its head (`kfacpack.models.layer_list`). A forward pass over
-all batches stores the inputs of every layer. A backward pass then goes from the head to the stem: a segment is
-recomputed from its stored inputs, with a graph; its factors are accumulated from the gradients at its output; the
-gradients at its inputs are stored for the segment before it; and its factors are written. At any time, one segment and
-one batch are in memory. The probes, the order of summation and the result are the same as for an ordinary estimate.
+all batches stores the inputs of every layer. A backward pass then goes from the head to the stem. Each segment is
+recomputed from its stored inputs, its factors are accumulated from the gradients with respect to its output, and the
+gradients with respect to its inputs are stored for the segment before it. Then its factors are written. At any time,
+only one segment and one batch are in memory. The probes, the order of summation and the result are the same as for an
+ordinary estimate.
 
 The files are stored in a folder beside the output until the run is complete, so that an interrupted run can be resumed
 at the segment where it stopped.
@@ -69,9 +70,9 @@ class SegmentPlans:
     reference: Tensor
     """f of the first example, (C,)."""
     zero_gradients: list[int]
-    """Number of operations with a zero gradient, by segment."""
+    """Number of operations whose gradients are zero for the traced example, by segment."""
     bases: list[Base | None]
-    """Names and digests of the covered parameters, by segment; None for a segment without blocks."""
+    """Names and digests of the covered parameters, by segment; None for a segment without blocks or without digests."""
 
     @property
     def weights(self) -> str:
@@ -85,13 +86,13 @@ class SegmentPlans:
 
     @property
     def first_needed(self) -> int:
-        """Index of the first layer that gradients have to reach; 0 if they have to reach the stem."""
+        """Index of the first layer that needs a backward pass, because it or the stem has blocks."""
         return 0 if self.stem.blocks else next((i for i, p in enumerate(self.layers) if p.blocks), len(self.layers))
 
 
 @dataclass
 class _Progress:
-    """The part of a streamed estimate's state that is not in its other files."""
+    """The state of a layer-by-layer estimate that is saved in the partial file, rather than in separate files."""
 
     batches: int
     shapes: Tensor = field(init=False)
@@ -109,10 +110,11 @@ class _Progress:
 
 @dataclass
 class LayerStream:
-    """Runs a model segment by segment.
+    """A model that is run and planned segment by segment.
 
     Raises:
-        KfacpackError: If the model cannot be divided into segments.
+        KfacpackError: If the model cannot be divided into segments or does not support the metric, or if there are
+            several processes.
     """
 
     model: Model
@@ -122,8 +124,8 @@ class LayerStream:
 
     def __post_init__(self) -> None:
         if distributed.world_size() > 1:
-            remedy = "run each process with --shard K/N, then use `kfacpack merge --rule shards`"
-            raise KfacpackError(f"--stream needs one process, found {distributed.world_size()}; {remedy}")
+            remedy = "start N separate commands with --shard K/N, then use `kfacpack merge --rule shards`"
+            raise KfacpackError(f"--stream supports one process, found {distributed.world_size()}; {remedy}")
         model = self.model
         require_metric(model, self.options.metric)  # before the forward pass, which is slow and stores files
         self.selected = select_parameters(model.module, self.params, model.frozen)
@@ -133,7 +135,7 @@ class LayerStream:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[tuple[torch.nn.Module, dict[str, Tensor]]]:
-        """Context manager that yields a layer with its weights, and its selected parameters by name."""
+        """Context manager that loads the weights of a layer. Yields the layer and its selected parameters by name."""
         with self.layers.loaded(index) as layer:
             prefix = self.layers.prefix(index)
             own: dict[str, Tensor] = {f"{prefix}{name}": parameter for name, parameter in layer.named_parameters()}
@@ -142,7 +144,10 @@ class LayerStream:
                 yield layer, parameters
 
     def representatives(self) -> list[int]:
-        """Returns, for every layer, the index of the first layer with equal parameter names, shapes and selection."""
+        """Returns, for every layer, the index of the first layer of its kind.
+
+        Layers are of the same kind if the names, shapes and selection of their parameters are equal.
+        """
         first: dict[object, int] = {}
         kinds = []
         for index, layer in enumerate(self.layers.layers):
@@ -152,7 +157,7 @@ class LayerStream:
         return kinds
 
     def plan(self, batch: ModelInput, *, one_per_kind: bool = False) -> SegmentPlans:
-        """Plans the blocks of every segment from one example in a batch, like an ordinary estimate.
+        """Plans the blocks of every segment from an example in a batch, as an ordinary estimate does.
 
         Args:
             batch: The first batch, on the device of the model.
@@ -237,7 +242,7 @@ class LayerStream:
         )
 
     def _identity(self, plan: BlockPlan) -> Base | None:
-        """Returns the names and digests of a plan's parameters, which must be in memory; None if there are none."""
+        """Returns the names and digests of a plan's parameters, or None if the plan has no blocks."""
         covered = {name for block in plan.blocks for name in block.parameters}
         return self.model.base(covered) if covered else None
 
@@ -251,7 +256,7 @@ class LayerStream:
     def accumulator(
         self, plan: BlockPlan, parameters: Mapping[str, Tensor], reference: tuple[int, Tensor] | None = None
     ) -> CurvatureAccumulator:
-        """Returns an empty accumulator for a segment."""
+        """Returns an accumulator for the blocks of a segment, to which no batch has been added."""
         dtype = next(iter(self.selected.values())).dtype
         settings = self.options.settings(dtype, self.device)
         probes = probes_of(self.model, self.options)
@@ -261,14 +266,14 @@ class LayerStream:
 
 
 def _with_segment(best: SegmentPlans, other: SegmentPlans, index: int) -> SegmentPlans:
-    """Returns `best` with the plan for one segment replaced by the one in `other`."""
+    """Returns `best`, with the plan for one segment replaced by the plan in `other`."""
     plans, zeros = best.all, list(best.zero_gradients)
     plans[index], zeros[index] = other.all[index], other.zero_gradients[index]
     return replace(best, stem=plans[0], layers=plans[1:-1], head=plans[-1], zero_gradients=zeros)
 
 
 def _plan_of(trace: Any, parameters: Mapping[str, Tensor], options: EstimateOptions, width: int) -> BlockPlan:
-    """Plans the blocks of one segment; a segment may have none."""
+    """Plans the blocks of one segment. If it uses none of the parameters, the plan is empty."""
     if not any(trace.graph.uses(parameter) for parameter in parameters.values()):
         return BlockPlan((), tuple(parameters), width)
     return replace(plan_blocks(trace, parameters, options), width=width)
@@ -290,7 +295,10 @@ class StreamedEstimate:
     report: CompressionReport | None = field(default=None, init=False)
 
     def run(self, partial: PartialFile, *, resume: bool) -> Curvature:
-        """Runs all remaining steps, and returns the curvature, which is read from files.
+        """Runs all steps that are not completed yet.
+
+        Returns:
+            The curvature, which is read from the bundles of the segments.
 
         Raises:
             Interrupted: If `stopped` returned True.
@@ -334,7 +342,7 @@ class StreamedEstimate:
             raise Interrupted
 
     def _stem_forward(self) -> None:
-        """Stores the inputs of the first layer, and the arguments of all layers."""
+        """Runs the stem, and stores the inputs of the first layer and the arguments of all layers."""
         for number, batch in enumerate(self.prepared()):
             hidden, calls = self.stream.layers.stem(batch)
             encoder = ArgumentEncoder()
@@ -346,7 +354,7 @@ class StreamedEstimate:
             self._advance(number)
 
     def _call(self, index: int, batch: int) -> tuple[LayerCall, Tensor | None]:
-        """Reads the arguments of a layer and the mask of the batch."""
+        """Reads the stored arguments of a layer, and the padding mask of the batch, if it has one."""
         tensors, described = self.files.load(f"calls-{batch}")
         args, kwargs = (decode_arguments(entry, tensors) for entry in described[index])
         return LayerCall(args, kwargs), tensors.get("mask")
@@ -355,7 +363,7 @@ class StreamedEstimate:
         return self.files.load(f"inputs-{index}-{batch}")[0]["hidden"]
 
     def _layer_forward(self, index: int) -> None:
-        """Stores the outputs of a layer."""
+        """Runs a layer and stores its outputs, which are the inputs of the next segment."""
         # Gradients are enabled because modules such as nn.MultiheadAttention use other kernels without them.
         needs_gradient = index > self.plans.first_needed or bool(self.plans.stem.blocks)
         with self.stream.layer(index) as (layer, _):
@@ -366,7 +374,7 @@ class StreamedEstimate:
                 self._advance(batch)
 
     def _head(self) -> None:
-        """Computes f, draws the probes and stores the gradients at the output of the last layer."""
+        """Computes f, writes the factors of the head, and stores the gradients with respect to the head's inputs."""
         stream, count = self.stream, len(self.stream.layers)
         reference = (self.numbers[0][0], self.plans.reference)
         accumulator = stream.accumulator(self.plans.head, stream.outer, reference)
@@ -382,7 +390,11 @@ class StreamedEstimate:
         self._write(accumulator, count + 1)
 
     def _gradients(self, index: int, batch: int, inputs: Tensor) -> InputGradients | None:
-        """Returns an object that stores the gradients at a layer's inputs; None if no earlier segment needs them."""
+        """Prepares storing the gradients with respect to the inputs of a layer.
+
+        Returns:
+            The inputs and a function that stores the gradients; None if no earlier segment needs the gradients.
+        """
         if index <= self.plans.first_needed and not (index == 0 and self.plans.stem.blocks):
             return None
         return InputGradients(
@@ -390,7 +402,7 @@ class StreamedEstimate:
         )
 
     def _seeds(self, index: int, batch: int) -> Iterator[Tensor]:
-        """Yields the stored gradients at the inputs of a layer, one per pass."""
+        """Yields the stored gradients with respect to the inputs of a layer, one per backward pass."""
         for number in range(int(self._progress.shapes[batch, 1])):
             yield self.files.load(f"gradients-{index}-{batch}-{number}")[0]["gradient"]
 
@@ -399,7 +411,7 @@ class StreamedEstimate:
         return BatchShape(len(self.numbers[batch]), rows, passes, mask)
 
     def _layer_backward(self, index: int) -> None:
-        """Accumulates and writes the factors of a layer, and stores the gradients at its inputs."""
+        """Accumulates and writes the factors of a layer, and stores the gradients with respect to its inputs."""
         with self.stream.layer(index) as (layer, parameters):
             accumulator = self.stream.accumulator(self.plans.layers[index], parameters)
             for batch in range(len(self.numbers)):
@@ -449,7 +461,7 @@ class StreamedEstimate:
         return [self._segment_path(index) for index, plan in enumerate(self.plans.all) if plan.blocks]
 
     def _assembled(self) -> Curvature:
-        """Returns the curvature of all segments."""
+        """Reads the bundles of all segments and returns their blocks as one curvature."""
         parts = [load(path) for path in self.segment_paths()]
         order = {name: position for position, name in enumerate(self.stream.selected)}
         parameters = sorted(

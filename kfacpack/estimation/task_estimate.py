@@ -151,17 +151,18 @@ class TaskEstimate:
     batch_size: int = 32
     split_name: str = "train"
     params: tuple[str, ...] | None = None
-    """Names or patterns; None covers all parameters that the model family does not freeze."""
+    """Names or patterns of the parameters to cover; None for all that the model family does not freeze."""
     shard: tuple[int, int] = (1, 1)
     """Shard (k, n): every n-th example is used, starting at the k-th."""
     stream: bool = False
     """Whether to estimate layer by layer."""
     stream_folder: Path | None = None
-    """Folder for the stored inputs and gradients of layers; None for a folder beside the output."""
+    """Folder in which the inputs and gradients of the layers are stored; None for the folder of the output."""
     max_shard_size: str | None = None
-    """Maximum size of the files of a bundle with an index; a streamed estimate writes one file per segment."""
+    """Maximum size of each file, if the bundle is divided into several files. A layer-by-layer estimate ignores it and
+    writes one file per segment."""
     report: CompressionReport | None = field(default=None, init=False)
-    """Approximation error of the compression; set by `run` if compression is requested."""
+    """Report on the approximation error of the compression, which `run` sets if compression is requested."""
 
     def __post_init__(self) -> None:
         if type(self.batch_size) is not int or self.batch_size < 1:
@@ -177,7 +178,7 @@ class TaskEstimate:
 
     @cached_property
     def indices(self) -> list[int]:
-        """Indices of the sampled examples in the split."""
+        """Indices, within the split, of the sampled examples."""
         size = len(self.split)
         k, n = self.shard
         if not 1 <= k <= n:
@@ -189,7 +190,7 @@ class TaskEstimate:
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """The covered parameters by name."""
+        """The parameters for which the curvature is estimated, by name."""
         return select_parameters(self.model.module, self.params, self.model.frozen)
 
     @property
@@ -211,7 +212,7 @@ class TaskEstimate:
         Args:
             output: File to write. The state is saved beside it at intervals.
             resume: Whether to resume from the saved state.
-            every: Seconds between two saves.
+            every: Minimum number of seconds between two saves.
             on_progress: Function that is called with two arguments: how many examples this process has completed, and
                 how many it has in total.
             stopped: Function that is called after each batch. Once it returns True, the state is saved and
@@ -288,7 +289,8 @@ class TaskEstimate:
         """Forecasts the blocks, size, time and memory of the estimate by running one batch.
 
         Args:
-            gpu: With `stream`, the GPU for which the time is forecast. By default, it is measured on this machine.
+            gpu: GPU for which the time of a layer-by-layer estimate is forecast. By default, and for other
+                estimates, the time is measured on this machine.
             keeps_segments: See `forecast_stream`.
         """
         indices = self.indices[: self.batch_size]
@@ -333,7 +335,7 @@ class TaskEstimate:
             )
 
     def _prepared(self, own_batches: Sequence[Sequence[int]]) -> Generator[Batch, None, None]:
-        """Yields the prepared batches, given the indices of the examples in each."""
+        """Yields the batches, prepared for the model, given the indices of the examples in each of them."""
         return batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own_batches])
 
     def _batch(self, indices: Iterable[int], device: torch.device | None = None) -> ModelInput:
@@ -342,7 +344,7 @@ class TaskEstimate:
         return batch
 
     def _request(self, planned: Sequence[PlannedBlock], weights: str) -> dict[str, Any]:
-        """Returns the settings that must be the same when a saved run is resumed.
+        """Returns the settings that are saved with a run, and must be the same when it is resumed.
 
         Args:
             planned: The planned blocks of the estimate.

@@ -1,11 +1,14 @@
 """Determines from gradients, not from shapes, which elements of a tensor belong to which example.
 
-Gradients are linear in the seed at f. If one example is passed twice, and the second copy is seeded with twice the
-direction, every element of the second copy's gradient is twice that of the first. This shows where the two copies
-are: along a dimension of their own, or merged with the positions into one dimension, example by example ("outer":
-n = 0 0 0 1 1 1) or position by position ("inner": n = 0 1 0 1 0 1). If inputs cannot be split into examples, a
-whole batch is differentiated twice, for its first and for its last example: the gradient of one is zero at the elements
-of the other.
+A backward pass starts with a seed, the gradient with respect to f, and all gradients are linear in the seed. The model
+is run on one example that is passed twice, and the seed of the second copy is twice that of the first. Then every
+element of the second copy's gradient is twice the corresponding element of the first copy's. This shows where the two
+copies are. They may be along a dimension of their own ("whole"), or merged with the positions into one dimension,
+either example by example ("outer": the indices of the examples are 0 0 0 1 1 1) or position by position ("inner":
+0 1 0 1 0 1).
+
+If inputs cannot be split into examples, there are two backward passes for a whole batch, one with a seed at its first
+example and one with a seed at its last. The gradient for each of the two examples is zero at the elements of the other.
 
 Functions on rows, (P, features), group the P positions by example. `kept` is a mask, (P,), that is False at padded
 positions; None keeps all rows.
@@ -37,21 +40,23 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 SYNCHRONOUS_DEVICES = ("cpu",)
-"""Device types on which a value can be read from a tensor without synchronisation."""
+"""Device types on which the values of a tensor can be read without waiting for the device."""
 
 
 @dataclass(frozen=True)
 class ExampleLayout:
-    """The layout of the examples in a tensor."""
+    """Describes which elements of a tensor belong to which example."""
 
     dim: int
+    """The dimension that contains the examples."""
     order: Literal["whole", "outer", "inner"]
-    """Content of the dimension: examples only, or examples merged with positions as the outer or inner index."""
+    """Whether the dimension contains only the examples ("whole"), or the examples are merged with positions and their
+    index is the outer or the inner one."""
 
     def by_example(self, tensor: Tensor, examples: int) -> Tensor:
-        """Returns a view whose first dimension is that of the examples: (...) -> (N, ...).
+        """Returns a view of a tensor with the examples along the first dimension: (...) -> (N, ...).
 
-        The positions in a merged dimension remain in place.
+        If the examples are merged with positions, the positions remain in their dimension.
         """
         if self.order == "whole":
             return tensor.movedim(self.dim, 0)
@@ -60,10 +65,15 @@ class ExampleLayout:
         return split.movedim(self.dim if outer else self.dim + 1, 0)
 
     def per_example(self, tensor: Tensor, shape: tuple[int, ...], examples: int) -> Tensor:
-        """Sums, for every example, over the dimensions along which a tensor of `shape` was broadcast.
+        """Sums a gradient to the shape of an operand that was broadcast, separately for every example.
+
+        Args:
+            tensor: Gradient with respect to the operand after broadcasting.
+            shape: Shape of the operand.
+            examples: Number of examples, N.
 
         Returns:
-            The sums, (N, size of `shape`).
+            The sums, (N, size of the operand).
         """
         padded = [1] * (tensor.dim() - len(shape)) + list(shape)
         target = padded[: self.dim] + padded[self.dim + 1 :] if self.order == "whole" else padded
@@ -72,22 +82,21 @@ class ExampleLayout:
         return (split.sum(summed) if summed else split).reshape(examples, -1)
 
     def fits(self, tensor: Tensor, shape: tuple[int, ...]) -> bool:
-        """Returns whether a tensor of `shape` was broadcast along the examples, so that all of them share it."""
+        """Returns whether an operand of `shape`, broadcast to `tensor`, is shared by all examples."""
         dim = self.dim - (tensor.dim() - len(shape))
         return dim < 0 or shape[dim] == 1
 
 
-def layout_of_doubled(g: Tensor, noise: float = 0.0) -> ExampleLayout | None:
+def layout_of_doubled(g: Tensor) -> ExampleLayout | None:
     """Returns the layout of a gradient for one example passed twice, with a doubled seed for the second copy.
 
     Args:
-        g: Gradient at the output of an operation.
-        noise: Elements up to this magnitude count as zero, which is compatible with every layout.
+        g: Gradient with respect to the output of an operation.
 
     Returns:
         The layout; None if the two copies share elements, or the gradient is zero.
     """
-    tolerance = torch.finfo(g.dtype).eps ** 0.5 * g.abs().amax() + noise
+    tolerance = torch.finfo(g.dtype).eps ** 0.5 * g.abs().amax()
     if tolerance == 0:
         return None
     for layout in _candidates(tuple(g.shape), 2):
@@ -100,7 +109,7 @@ def layout_of_doubled(g: Tensor, noise: float = 0.0) -> ExampleLayout | None:
 def layout_of_two(first: Tensor, last: Tensor, examples: int) -> ExampleLayout | None:
     """Returns the layout of the gradients for the first and the last example in a batch.
 
-    If f depends on only a few positions, several layouts are possible, and the first of them is returned.
+    If f depends on only a few positions, several layouts may be possible. In this case, the first of them is returned.
 
     Args:
         first: Gradient for a seed at the first example.
@@ -120,7 +129,7 @@ def layout_of_two(first: Tensor, last: Tensor, examples: int) -> ExampleLayout |
 
 
 def any_layout(shape: tuple[int, ...], examples: int) -> ExampleLayout | None:
-    """Returns the first layout that is possible for a shape; None if there is none."""
+    """Returns the first layout with which a tensor of `shape` can contain the examples, or None if there is none."""
     return next(_candidates(shape, examples), None)
 
 
@@ -137,8 +146,8 @@ def _candidates(shape: tuple[int, ...], examples: int) -> Iterator[ExampleLayout
 def drops_rows(device: torch.device) -> bool:
     """Returns whether padded and zero rows are dropped on a device.
 
-    The number of remaining rows depends on their values, so dropping rows would synchronise with a GPU for every
-    block. On a GPU, padded rows are set to zero instead, and products include all rows.
+    The number of rows that remain depends on values on the device. On a GPU, the CPU would have to wait for these
+    values in every block, so padded rows are set to zero instead, and products include all rows.
     """
     return device.type in SYNCHRONOUS_DEVICES
 
@@ -146,19 +155,19 @@ def drops_rows(device: torch.device) -> bool:
 def kept_rows(mask: Tensor | None, layout: ExampleLayout, gradients: Tensor, examples: int) -> Tensor | None:
     """Returns a mask of the rows of an operation that are not padding.
 
-    The mask is applied only if the operation has the same number of positions and f does not depend on the masked ones.
-    The second condition is needed because the operation may be on other positions, such as those in a decoder, and
-    have the same number of them by coincidence.
+    The mask of the batch applies to an operation only if both have the same number of positions and f does not depend
+    on the padded ones. The second condition is needed because the operation may have other positions, such as those of
+    a decoder, and the same number of them by coincidence.
 
     Args:
-        mask: Mask, (N, R), False at padded positions; None if there is no mask.
+        mask: Mask of the batch, (N, R), which is False at padded positions; None if there is no mask.
         layout: Layout of the examples in the rows.
-        gradients: Gradient of f at the rows, (P, out).
+        gradients: Gradient of f with respect to the operation's output rows, (P, out).
         examples: Number of examples.
 
     Returns:
-        A mask of the rows, (P,); None if all rows are kept. On devices where rows are not dropped (see `drops_rows`),
-        it is all True if the mask does not apply, because None would require a synchronisation.
+        A mask of the rows, (P,), or None if all rows are kept. On a GPU, a mask that is True everywhere is returned if
+        f depends on padded positions, because a decision to return None would have to wait for the GPU.
     """
     if mask is None or layout.order == "whole" or len(gradients) != mask.numel() or len(mask) != examples:
         return None
@@ -176,20 +185,20 @@ def by_example(rows: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
     """
     if layout.order == "whole" and len(rows) != examples:
         problem = f"an operation had one position per example in the first batch, but now has {len(rows) // examples}"
-        raise KfacpackError(f"{problem}; start with a batch that has as many positions as the others")
+        raise KfacpackError(f"{problem}; start with a batch whose examples have more than one position")
     split = layout.by_example(rows, examples)
     return split[:, None] if layout.order == "whole" else split
 
 
 def sums(rows: Tensor, layout: ExampleLayout, examples: int, kept: Tensor | None) -> Tensor:
-    """Returns the sum over the positions of each example, (N, features)."""
+    """Returns the sum of the rows over the positions of each example, (N, features)."""
     if kept is not None:
         rows = rows * kept[:, None]
     return by_example(rows, layout, examples).sum(1)
 
 
 def means(rows: Tensor, layout: ExampleLayout, examples: int, kept: Tensor | None) -> Tensor:
-    """Returns the mean over the positions of each example, (N, features)."""
+    """Returns the mean of the rows over the positions of each example, (N, features)."""
     if kept is None:
         return by_example(rows, layout, examples).mean(1)
     counts = by_example(kept, layout, examples).sum(1).clamp(min=1)
@@ -198,7 +207,10 @@ def means(rows: Tensor, layout: ExampleLayout, examples: int, kept: Tensor | Non
 
 @dataclass
 class ModelTrace:
-    """The graph of f, and gradients that tell examples apart at every operation that first uses a parameter."""
+    """The autograd graph of f, and gradients that show which elements of an operation's output belong to which example.
+
+    There are gradients for all operations that may be the first to combine a parameter with the examples.
+    """
 
     graph: AutogradGraph
     f: Tensor
@@ -207,34 +219,39 @@ class ModelTrace:
     twice: bool
     """Whether f was computed from one example passed twice, rather than from the whole batch."""
     gradients: Mapping[Node, tuple[Tensor, ...]]
-    """Gradients by operation: one if an example was passed twice, otherwise two, for the first and last example."""
+    """For each operation, the gradients with respect to its output: one gradient if an example was passed twice,
+    otherwise two, for the first and the last example."""
     example: int = 0
     """Index in the batch of the example that was passed twice."""
     precision: float = 0.0
-    """Relative rounding error of the parameters. The rounding error of f is taken into account as well."""
+    """Largest machine epsilon of the parameters; see `rounding_unit`."""
     zero_gradients: int = 0
-    """Number of operations with a zero gradient for this example. Another example may be more informative."""
+    """Number of operations whose gradients are zero for this example, so that they do not show a layout."""
     input_gradient: Tensor | None = None
-    """Gradient at the inputs of a segment, in a trace of a part of a model; None in other traces."""
+    """Gradient with respect to the inputs of a segment, in the trace of a model segment; None in other traces."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
 
     def layout(self, node: Node) -> ExampleLayout | None:
-        """Returns the layout of an operation's output; None if the output does not separate the examples."""
+        """Returns the layout of an operation's output, or None if its gradients do not tell the examples apart."""
         if node not in self._layouts:
             self._layouts[node] = self.layout_of(self.gradients[node]) if node in self.gradients else None
         return self._layouts[node]
 
     def layout_of(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
-        """Returns the layout for one or two gradients, as described at `gradients`; None if examples share elements."""
+        """Returns the layout that one or two gradients show, or None if they do not tell the examples apart.
+
+        Args:
+            gradients: One gradient if an example was passed twice; otherwise two, for the first and the last example.
+        """
         if len(gradients) == 1:
             return layout_of_doubled(gradients[0])
         return layout_of_two(gradients[0], gradients[1], self.examples)
 
     def layout_of_zero(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
-        """Returns any possible layout for gradients that are zero up to rounding; None if they are not.
+        """Returns a possible layout for gradients that are zero up to rounding, or None if they are not zero.
 
-        Gradients are zero after attention over a single position, for example. If f does not depend on elements,
-        the example to which they are assigned does not matter.
+        For example, the gradients of queries and keys are zero in attention over a single position. f does not depend
+        on such elements, so it does not matter to which example they are assigned.
         """
         if any(gradient.abs().amax() > self._noise for gradient in gradients):
             return None
@@ -261,8 +278,8 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
         The trace.
 
     Raises:
-        KfacpackError: If f depends on none of the parameters, is random, or uses reentrant checkpoints, or the batch
-            is too small.
+        KfacpackError: If f depends on none of the parameters or is random, if the model uses reentrant checkpoints, or
+            if the batch has a single example and cannot be split.
     """
     precision = rounding_unit(parameters)
     with reentrant_checkpoints_refused(f"{WITHOUT_CHECKPOINTS}. kp.linearize accepts use_reentrant=False"):
@@ -278,12 +295,15 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
 
 
 def trace_seeds(f: Tensor, counts: Sequence[int], *, twice: bool) -> list[Tensor]:
-    """Returns the gradients at f that tell examples apart, as described at the top of this module.
+    """Returns the seeds of the backward passes that tell examples apart, as described at the top of this module.
 
     Args:
         f: The output, (P, C).
         counts: Number of rows of each example.
         twice: Whether one example was passed twice, rather than a whole batch.
+
+    Returns:
+        Gradients with respect to f, each (P, C). There is one if an example was passed twice; otherwise there are two.
     """
     directions = torch.randn(max(counts), f.shape[1], generator=torch.Generator().manual_seed(0)).to(f)
     seeds = [torch.zeros_like(f)] if twice else [torch.zeros_like(f), torch.zeros_like(f)]
@@ -302,22 +322,23 @@ def trace_output(
     example: int = 0,
     inputs: Tensor | None = None,
 ) -> ModelTrace:
-    """Collects the gradients that tell examples apart, from an output with its graph.
+    """Runs backward passes from an output, and collects the gradients that tell examples apart.
 
     Args:
-        output: f, or the output of a segment of a model.
-        seeds: Gradients at the output.
+        output: f or the output of a model segment, with its autograd graph.
+        seeds: Gradients with respect to the output, one for each backward pass.
         parameters: Parameters to trace, which require gradients.
         examples: Number of examples in the output.
         twice: Whether one example was passed twice, rather than a whole batch.
         example: Index in the batch of the example that was passed twice.
-        inputs: Inputs of a segment, as a leaf that requires a gradient. A segment need not use any of the parameters.
+        inputs: Inputs of a segment, as a leaf that requires a gradient. The gradient with respect to them is collected
+            as well. None for a whole model or its first segment.
 
     Returns:
         The trace.
 
     Raises:
-        KfacpackError: If f depends on none of the parameters.
+        KfacpackError: If f depends on none of the parameters, and `inputs` is None.
     """
     graph = AutogradGraph(output)
     nodes = graph.first_operations(parameter for parameter in parameters.values() if graph.uses(parameter))
@@ -337,7 +358,12 @@ def trace_output(
 def _forward_twice(
     forward: Forward, batch: ModelInput, example: int, precision: float
 ) -> tuple[Tensor, list[int] | None]:
-    """Returns f for one example passed twice, and the rows per copy; f for the whole batch if it cannot be split."""
+    """Computes f for one example of a batch, passed twice, or for the whole batch if it cannot be split.
+
+    Returns:
+        f, and a list with the number of rows of each of the two copies. If f was computed for the whole batch, None is
+        returned in place of the list.
+    """
     if batch_size_of(batch) is not None:
         try:
             f = call_model(forward, map_tensors(batch, lambda tensor: tensor[[example, example]]))
@@ -356,7 +382,7 @@ def _forward_twice(
 
 
 def rounding_unit(parameters: Mapping[str, Tensor]) -> float:
-    """Returns the largest machine epsilon of the parameters; that of f may be smaller, if f is converted."""
+    """Returns the largest machine epsilon of the parameters. The dtype of f may have a smaller one."""
     return max(
         (torch.finfo(dtype).eps for dtype in {parameter.dtype for parameter in parameters.values()}), default=0.0
     )
@@ -375,7 +401,7 @@ def same_output(output: Tensor, expected: Tensor, precision: float) -> bool:
 
 
 def _gradients_at(f: Tensor, nodes: set[Node], graph: AutogradGraph, seed: Tensor) -> dict[Node, Tensor]:
-    """Returns the gradient at the output of every node that the backward pass reaches."""
+    """Returns the gradient with respect to the output of every node that the backward pass reaches."""
     gradients: dict[Node, Tensor] = {}
 
     def store(node: Node, g: Tensor, running: bool) -> None:

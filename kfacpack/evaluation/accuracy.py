@@ -32,8 +32,8 @@ class ProgressCounter:
     """A counter that reports the combined progress of several computations.
 
     Args:
-        total: Number of examples that all computations process together.
-        on_progress: Called with the number of examples done and their total.
+        total: Total number of examples that the computations process.
+        on_progress: Called with the number of examples done and the total number.
     """
 
     def __init__(self, total: int, on_progress: OnProgress):
@@ -46,14 +46,14 @@ class ProgressCounter:
         self._on_progress(self._done, self._total)
 
     def subcounter(self) -> OnProgress:
-        """Returns a progress callback for one computation that counts its own examples from zero."""
+        """Returns a progress callback for the next computation, which counts its own examples from zero."""
         before = self._done
         return lambda done, total: self.add(before + done - self._done)
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Examples of a task with their labels, which are checked before a model runs."""
+    """Examples of a task on which a model is evaluated, and their labels."""
 
     task: Task
     """The task."""
@@ -62,19 +62,19 @@ class EvaluationSet:
     numbers: Sequence[int]
     """Indices of the examples in the split."""
     labels: Sequence[int]
-    """Labels of these examples, as indices into the task's classes; zeros for a task without classes."""
+    """Labels of these examples, as indices into the task's classes. For a task without classes, they are zero."""
     outputs: OutputCache | None = field(default=None, compare=False, repr=False)
-    """Cache of model outputs for linear vectors on these examples, shared by several measurements, if any."""
+    """Cache of model outputs on these examples that several measurements with linear vectors share, or None."""
 
     @classmethod
     def of(cls, task: Task, split: str = "test", examples: int | str = "all", seed: int = 0) -> EvaluationSet:
-        """Selects examples of a split.
+        """Selects examples of a split at random, and reads their labels.
 
         Args:
             task: The task.
             split: Name of the split.
             examples: "all", a number, or a percentage of the split such as "30%".
-            seed: Seed of the selection.
+            seed: Seed of the random selection.
 
         Returns:
             The selected examples with their labels.
@@ -95,16 +95,16 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class Score:
-    """Result of an evaluation."""
+    """Result of the evaluation of a model on examples of a task."""
 
     correct: int
     """Number of correctly classified examples or, for completions, correctly predicted tokens."""
     examples: int
     """Number of examples."""
     tokens: int | None = None
-    """Number of tokens in all completions; None for a task with classes."""
+    """Number of tokens in all completions, or None for a task with classes."""
     log_likelihood: float | None = None
-    """Log-likelihood of all completions in nats; None for a task with classes."""
+    """Log-likelihood of all completions in nats, or None for a task with classes."""
 
     @property
     def predictions(self) -> int:
@@ -118,7 +118,7 @@ class Score:
 
     @property
     def perplexity(self) -> float | None:
-        """Per-token perplexity of the completions; None for a task with classes."""
+        """Per-token perplexity of the completions, or None for a task with classes."""
         if self.tokens is None or self.log_likelihood is None:
             return None
         return exp(min(-self.log_likelihood / self.tokens, 700.0))
@@ -127,7 +127,7 @@ class Score:
         """Returns the combined score of these examples and other examples of the same task.
 
         Args:
-            other: Score on the other examples; None if there are no other examples.
+            other: Score on the other examples, or None if there are no other examples.
         """
         if other is None:
             return self
@@ -165,10 +165,10 @@ def evaluate(
         examples: "all", a number, or a percentage of the split such as "30%".
         seed: Seed of the selection of examples.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total.
+        on_progress: Called with the number of examples done and the total number.
 
     Returns:
-        A `Score` with the number of correct examples, the number of all examples, and the accuracy.
+        The score. Its property `accuracy` is the fraction of correct predictions.
 
     Raises:
         KfacpackError: If the model, head, vector and task are incompatible, or outputs contain NaN or Inf.
@@ -204,9 +204,10 @@ def head_of(model: Model, task: Task, vector: TaskVector | None) -> Head:
 
 
 def vector_head(task: Task, vector: TaskVector | None) -> Head | None:
-    """Returns the vector's head for the task, or else the common head of the task's class splits.
+    """Returns the vector's head for a task, or None if the vector has no such head.
 
-    Returns None if the vector has neither.
+    If the vector has no head for the task itself, but heads for class splits of the same task, such as "cars@1/4" for
+    "cars", their common head is returned.
 
     Raises:
         KfacpackError: If the heads of several class splits differ.
@@ -236,7 +237,7 @@ def score(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Score:
-    """Returns the score at a single α; see `scores`."""
+    """Returns the score of a model with α times a task vector, for a single α; see `scores`."""
     return scores(model, head, evaluation_set, vector, (alpha,), batch_size=batch_size, on_progress=on_progress)[0]
 
 
@@ -250,7 +251,9 @@ def scores(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Score]:
-    """Returns the score of the model with α τ for each α, bitwise equal to the score of a separate evaluation.
+    """Returns the score of a model with α times a task vector, for each α.
+
+    Every score is bitwise equal to the score of a separate evaluation at this α.
 
     Args:
         model: The model.
@@ -259,8 +262,8 @@ def scores(
         vector: Task vector, or None to evaluate the model itself; `alphas` must then be (1.0,).
         alphas: Coefficients of the vector.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total. Each example counts once if the vector is
-            linear, and otherwise once per α.
+        on_progress: Called with the number of examples done and the total number. Each example counts once if the
+            vector is linear, and otherwise once per α.
 
     Raises:
         KfacpackError: If the arguments are incompatible, or outputs contain NaN or Inf.
@@ -304,9 +307,10 @@ def _completion_score(head: CompletionHead, f: Tensor, batch: Batch, examples: i
 def _output_passes(
     model: Model, evaluation_set: EvaluationSet, vector: TaskVector | None, alphas: Sequence[float], batch_size: int
 ) -> list[Iterator[tuple[Sequence[int], list[Tensor]]]]:
-    """Returns the passes over the examples. For every batch, each pass yields indices and a list of outputs, (N, C).
+    """Returns the passes over the examples that compute the outputs f with α times a vector, for every α.
 
-    Concatenated over the passes, the outputs are in the order of `alphas`.
+    A pass handles one or all values of α. For every batch, it yields the indices of the examples and a list of outputs,
+    (N, C), one for each of its values of α. The passes are in the order of `alphas`.
     """
     if vector is not None and vector.is_linear:
         factor, direction = vector.as_multiple()
@@ -342,21 +346,24 @@ def count_examples(
 
 
 def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
-    """Checks that `alphas` contains finite numbers, and that a vector is given unless `alphas` is (1.0,).
+    """Checks coefficients of a task vector.
 
     Raises:
-        KfacpackError: If `alphas` is empty or not finite, or the vector is missing.
+        KfacpackError: If `alphas` is empty or contains NaN or Inf, or if it is not (1.0,) and there is no vector.
     """
     if not alphas:
         raise KfacpackError("alphas []: expected at least one number")
     if vector is None and tuple(alphas) != (1.0,):
-        raise KfacpackError(f"alpha {alphas[0]} is the coefficient of a task vector: pass a vector as well")
+        raise KfacpackError(f"alpha {alphas[0]} is the coefficient of a task vector, but there is no vector; pass one")
     if invalid := [alpha for alpha in alphas if not isfinite(alpha)]:
         raise KfacpackError(f"alpha {invalid[0]}: expected a finite number")
 
 
 class _PreparedBatches:
-    """The batches of an evaluation set, which are kept in memory for further passes if they are small enough."""
+    """The batches of an evaluation set.
+
+    They are kept in memory for further passes over the examples if they are small enough.
+    """
 
     MAX_BYTES = 512_000_000
 

@@ -1,8 +1,9 @@
 """Quality of a bundle: comparison of predicted and measured drift, and spectra of the bundle's matrices.
 
-The predicted drift is τᵀ G τ. G is the mean over examples of JᵀJ, so this is an approximation of E ‖J(x) τ‖² that
-neglects the terms between blocks and assumes that each block is a Kronecker product. Comparing single layers, where
-only the parameters of one block change, isolates the second approximation.
+The drift is the mean squared change in f that a vector τ causes on the examples of a task, E ‖J(x) τ‖². It would be
+equal to τᵀ G τ if G was exactly the mean over examples of JᵀJ. A bundle approximates this matrix: it omits the terms
+between different blocks, and replaces most blocks by Kronecker products. If only the parameters of a single block
+change, the predicted and the measured drift differ only because of the second approximation.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def drift(
 ) -> dict[str, Any]:
     """Compares the drift that bundles predict with the drift measured on data, for every vector and every bundle.
 
+    The drift is the mean squared change in f that a vector causes on the examples of a task.
+
     Args:
         model: The base model.
         evaluation_sets: Examples of each bundle's task.
@@ -52,15 +55,16 @@ def drift(
         bundles: Curvatures by task name.
         layer_examples: Number of examples on which the drift of single blocks is measured; 0 skips this measurement.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total.
+        on_progress: Called with the number of examples done and the total number.
 
     Returns:
-        `{"pairs": [{"vector", "task", "predicted", "measured"}], "layers": [the same keys and "block"]}`. Outside the
-        linear regime, the drift of pairs is measured as E ‖f(θ0 + τ) − f(θ0)‖²; that of layers is always measured as
-        E ‖J τ‖².
+        `{"pairs": [{"vector", "task", "predicted", "measured"}], "layers": [{"vector", "task", "block", "predicted",
+        "measured"}]}`. An entry of "pairs" is for a vector and a bundle, an entry of "layers" for the part of a vector
+        that one block covers. Outside the linear regime, the drift of a pair is measured as E ‖f(θ0 + τ) − f(θ0)‖².
+        The drift of a layer is always measured as E ‖J τ‖².
 
     Raises:
-        KfacpackError: If there is no bundle, or a bundle's task has no examples.
+        KfacpackError: If there is no bundle, or there are no examples of a bundle's task.
         TaskVectorError: If a bundle is for another model or another f, or does not cover the parameters of the vectors.
 
     Example:
@@ -106,16 +110,16 @@ def predicted_drift(
 ) -> dict[tuple[str, str], dict[str, float]]:
     """Computes τᵀ G τ for every vector and every bundle, block by block.
 
-    At any time, only one block of all vectors, and the matrices of that block in one bundle, are in memory. For blocks
-    with Kronecker factors, low-rank changes are not multiplied out.
+    To save memory, the blocks are processed one at a time. If a vector stores the low-rank factors of a change, and the
+    block has Kronecker factors, the drift is computed without multiplying the low-rank factors.
 
     Args:
         vectors: Task vectors by name. The bundles must cover their parameters.
         bundles: Curvatures by name.
-        on_progress: Called with the number of blocks done and their total.
+        on_progress: Called with the number of blocks done and the total number.
 
     Returns:
-        For each pair (name of the vector, name of the bundle), the drift by block name, in the order of the bundle.
+        For each pair (name of the vector, name of the bundle), the drift of every block by the name of the block.
         Blocks without a parameter of the vector are omitted.
     """
     by_join: dict[Join, list[tuple[str, CurvatureBlock]]] = {}
@@ -154,15 +158,16 @@ def blocks_of(bundle: Curvature, vector: TaskVector) -> list[CurvatureBlock]:
 def _block_change(
     vector: TaskVector, join: Join, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the change ΔW of a block: U and V with ΔW = U V if the vector stores factors, otherwise ΔW and None.
+    """Returns the change ΔW that a vector makes to the parameters of a block, if possible as factors of ΔW = U V.
 
     Args:
         vector: The vector.
-        join: The parameters of the block.
+        join: Position of each parameter in ΔW.
         shapes: Shapes of the parameters, by name.
 
     Returns:
-        U, (rows, r), and V, (r, columns); or ΔW, (rows, columns), and None.
+        U, (rows, r), and V, (r, columns), if the vector stores factors of the parameters. Otherwise, ΔW,
+        (rows, columns), and None.
     """
     left, right = [], []
     for piece in join.pieces:
@@ -188,10 +193,12 @@ def _block_change(
 
 
 def _quadratic(structure: BlockStructure, change: tuple[Tensor, Tensor | None]) -> Tensor:
-    """Computes <ΔW, G ΔW>. For Kronecker factors and ΔW = U V, this is Σ weight · tr((Uᵀ B U)(V A Vᵀ)).
+    """Computes <ΔW, G ΔW> for a block.
+
+    If the block has Kronecker factors and ΔW = U V, this is the sum of weight · tr((Uᵀ B U)(V A Vᵀ)) over its terms.
 
     Args:
-        structure: G of the block.
+        structure: The structure of the block, which defines G.
         change: U and V, or ΔW and None; see `_block_change`.
 
     Returns:
@@ -224,10 +231,10 @@ def measured_drift(
         evaluation_set: The examples.
         vectors: Vectors with the same base model and regime; see `require_compatible_vectors`.
         batch_size: Examples per forward pass.
-        counter: Progress counter; each example is counted `passes_needed` times.
+        counter: Progress counter. Each example is counted once per pass; see `passes_needed`.
 
     Returns:
-        E ‖J τ‖² of each vector, or E ‖f(θ0 + τ) − f(θ0)‖² outside the linear regime.
+        The mean for each vector: E ‖J τ‖² in the linear regime, and E ‖f(θ0 + τ) − f(θ0)‖² in other regimes.
     """
     squared = torch.zeros(len(vectors), dtype=torch.float64)
     for _, changes in output_changes(model, evaluation_set, vectors, batch_size, counter):
@@ -245,7 +252,7 @@ def _measure_layers(
     batch_size: int,
     counter: ProgressCounter,
 ) -> dict[tuple[str, str, Join], float]:
-    """Measures E ‖J τ‖², where τ is the part of a vector that one block covers.
+    """Measures E ‖J τ‖² for every vector and block, where τ is the part of the vector that the block covers.
 
     A block that occurs in several bundles is measured on the examples of all their tasks at once, because a forward
     pass of a few examples takes nearly as long as one of many.
@@ -253,15 +260,15 @@ def _measure_layers(
     Args:
         model: The base model.
         evaluation_sets: Evaluation sets by task.
-        examples: Number of examples by task; 0 for tasks that are not measured.
+        examples: Number of examples to use, by task. A task with 0 examples is not measured.
         bundles: Curvatures by task.
         blocks: The blocks to measure, by task.
         vectors: Task vectors by name.
         batch_size: Examples per forward pass.
-        counter: Progress counter; each example is counted once per vector and block.
+        counter: Progress counter. Each example is counted once per vector and block.
 
     Returns:
-        The means by vector name, task and the block's join.
+        The mean for each triple of a vector name, a task and the join of a block.
     """
     prepared: dict[str, list[Batch]] = {}
     tasks_of: dict[Join, tuple[str, ...]] = {}
@@ -296,14 +303,17 @@ def _measure_layers(
 
 
 def _joined(prepared: Mapping[str, Sequence[Batch]], batch_size: int) -> list[tuple[Batch, list[tuple[str, int]]]]:
-    """Joins consecutive batches of several tasks if they are tensors with the same example shape and fit into a batch.
+    """Concatenates consecutive batches of several tasks where possible.
+
+    Batches are concatenated if they are tensors, their examples have the same shape, and the result is small enough.
 
     Args:
         prepared: Batches by task.
-        batch_size: Maximum number of examples of a joined batch.
+        batch_size: Maximum number of examples in a concatenated batch.
 
     Returns:
-        The batches, each with the task and the number of examples of each of its parts.
+        The resulting batches. Each comes with a list of pairs: the task and the number of examples of every batch that
+        it consists of.
     """
     joined: list[tuple[Batch, list[tuple[str, int]]]] = []
     for task, batches in prepared.items():
@@ -329,7 +339,7 @@ def _shapes(bundle: Curvature) -> dict[str, tuple[int, ...]]:
 
 
 def _restricted(tau: Mapping[str, Tensor], join: Join, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Returns the part of τ that a block covers; rows of its parameters that are in other blocks are zero."""
+    """Returns the part of τ that a block covers. Rows of its parameters that other blocks cover are set to zero."""
     restricted = scatter(gather(tau, join, shapes), join, shapes)
     return {name: value for name, value in restricted.items() if name in tau}
 
@@ -340,7 +350,7 @@ def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None
     Args:
         task: Name of the bundle, for error messages.
         bundle: The bundle.
-        vector: The vector, or one of several vectors with the same base model and parameters.
+        vector: The vector. If several vectors have the same base model and parameters, it suffices to check one.
 
     Raises:
         TaskVectorError: If the bundle is for another model or another f, or does not cover the parameters of the
@@ -354,11 +364,11 @@ def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None
         if parameter.name not in covered:
             problem = f"the vectors change {parameter.name!r}, which the bundle of {name} does not cover"
             remedy = (
-                "Estimate a bundle that covers it with --params (params=...). If f does not depend on the parameter, "
-                "for example in the text tower of a CLIP model, remove it from the checkpoint or adapter and extract "
-                "the vector again"
+                "Estimate a bundle that covers this parameter, with --params (params=...). If f does not depend on the "
+                "parameter, for example because it is in the text tower of a CLIP model, remove it from the checkpoint "
+                "or adapter and extract the vector again"
             )
-            raise TaskVectorError(f"{problem}, so this bundle cannot predict their drift. {remedy}")
+            raise TaskVectorError(f"{problem}, so this bundle cannot predict the drift of the vectors. {remedy}")
         if covered[parameter.name] != parameter:
             models = f"{about.base.name} and {vector.about.base.name}"
             problem = f"have different base models ({models}): the parameter {parameter.name!r} differs"
@@ -370,20 +380,20 @@ MAX_EIGENVALUES = 64
 
 
 def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, total: None) -> dict[str, Any]:
-    """Computes the eigenvalues of each matrix of each block.
+    """Computes the eigenvalues of all matrices of a curvature.
 
-    At most `MAX_EIGENVALUES` eigenvalues of each matrix are listed, in descending order, at ranks that are evenly
-    spaced on a logarithmic scale. If a block is a sum of several terms, the matrices of each term are listed
-    separately.
+    At most `MAX_EIGENVALUES` eigenvalues of each matrix are listed, in descending order. Their ranks, which count from
+    1 for the largest eigenvalue, are evenly spaced on a logarithmic scale. If a block is a sum of several terms, the
+    matrices of each term are listed separately.
 
     Args:
         curvature: The curvature.
-        on_progress: Called with the number of matrices done and their total. A matrix that several blocks share counts
-            once.
+        on_progress: Called with the number of matrices done and the total number. A matrix that several blocks share
+            counts once.
 
     Returns:
-        `{"blocks": [{"name", "side", "size", "trace", "effective_rank", "eigenvalues", "ranks"}]}`, where "side" is
-        the matrix, "A", "B" or "G", and ranks count from 1.
+        `{"blocks": [{"name", "side", "size", "trace", "effective_rank", "eigenvalues", "ranks"}]}`, with one entry per
+        matrix: "name" is the name of the block, "side" is "A", "B" or "G", and "size" is the number of rows.
 
     Example:
         >>> for block in kp.spectra(kp.load("digits.kfac"))["blocks"]:
@@ -405,10 +415,10 @@ def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, tota
 
 
 def effective_rank(values: Tensor) -> float:
-    """Returns the exponential of the entropy of the normalised eigenvalues (Roy and Vetterli).
+    """Returns the effective rank of a matrix: the exponential of the entropy of its normalised eigenvalues.
 
-    The effective rank is n for n equal eigenvalues, and 1 if only one eigenvalue is nonzero. Negative eigenvalues,
-    which result from rounding or pruning, count as zero.
+    This is the definition by Roy and Vetterli. The effective rank is n for n equal eigenvalues, and 1 if
+    only one eigenvalue is nonzero. Negative eigenvalues, which result from rounding or pruning, count as zero.
     """
     positive = values[values > 0].cpu().double()
     if not len(positive):
@@ -418,7 +428,11 @@ def effective_rank(values: Tensor) -> float:
 
 
 def _describe_spectrum(values: Tensor) -> dict[str, Any]:
-    """Returns a summary of eigenvalues, (n,), which must be in descending order."""
+    """Returns the number, sum and effective rank of all eigenvalues, and a selection of the eigenvalues.
+
+    Args:
+        values: Eigenvalues, (n,), in descending order.
+    """
     ranks = np.unique(np.geomspace(1, len(values), MAX_EIGENVALUES).round().astype(int))
     return {
         "size": len(values),

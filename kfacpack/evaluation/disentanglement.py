@@ -4,11 +4,12 @@ The disentanglement error of two tasks is computed over a grid of coefficients:
 
     ξ(α1, α2) = Σ_t E_t [ pred(θ0 + α_t τ_t) ≠ pred(θ0 + α1 τ1 + α2 τ2) ]
 
+Here, pred(θ) is the class that the model with the weights θ predicts, and E_t is the mean over the examples of task t.
 The error ranges from 0, where adding the other vector changes no prediction, to 2.
 
-Localisation is measured by ‖J(x) τ_t‖² per example. If the values on the vector's own task and on other tasks do not
-overlap, they identify the task of an example. The AUROC is the probability that an example of the vector's own task has
-a larger value than an example of another task, where a tie counts as one half.
+Localisation is measured by the squared change in f on each example x, ‖J(x) τ_t‖². If the values on the vector's own
+task and on other tasks do not overlap, they identify the task of an example. The AUROC is the probability that an
+example of the vector's own task has a larger value than an example of another task, where a tie counts as one half.
 
 Notation: N is the number of examples, K the number of classes, C the width of f.
 """
@@ -57,21 +58,22 @@ def disentanglement(
 ) -> dict[str, Any]:
     """Computes the disentanglement error of two vectors over a grid of coefficients.
 
-    In the linear regime, each example is processed once for the whole grid. In other regimes, and for answers of
-    several tokens, it is processed once per pair of coefficients.
+    In the linear regime, each example is processed once for the whole grid. In other regimes, or if the head of a task
+    scores class names of several tokens, each example is processed once per pair of coefficients.
 
     Args:
         model: The base model.
         evaluation_sets: Examples of the first vector's task, and examples of the second vector's task.
         vectors: Two vectors with the same base model and regime.
-        alphas: Coefficients along both axes of the grid.
+        alphas: Coefficients of each vector. The grid consists of all pairs of them.
         heads: Heads by task name. Defaults to the vector's head for its task, or else to `kp.head_for(model, task)`.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total.
+        on_progress: Called with the number of examples done and the total number.
 
     Returns:
-        `{"tasks": [A, B], "alphas", "xi", "examples": {A: n, B: n}}`. The rows of `xi` correspond to the values of α
-        for A, its columns to those for B.
+        `{"tasks": [A, B], "alphas", "xi", "examples": {A: n, B: n}}`, where A and B are the names of the tasks. "xi"
+        contains the errors: its rows correspond to the coefficients of the first vector, its columns to those of the
+        second. "examples" contains the number of examples of each task.
 
     Raises:
         KfacpackError: If the vectors, tasks and heads are incompatible, or `alphas` is empty or not finite.
@@ -82,7 +84,7 @@ def disentanglement(
     """
     alphas = [float(alpha) for alpha in alphas]
     if not alphas or not all(map(isfinite, alphas)):
-        raise KfacpackError(f"alphas {alphas}: expected at least one number, all finite")
+        raise KfacpackError(f"alphas {alphas}: expected one or more finite numbers")
     names = list(by_task_name(evaluation_sets))
     require_compatible_vectors(vectors)
     heads = heads or {}
@@ -106,9 +108,10 @@ def disentanglement(
 
 @dataclass(frozen=True)
 class _ErrorGrid:
-    """Number of examples whose prediction the other vector changes, for each task and pair of coefficients.
+    """Counts the examples of each task whose prediction changes when the vector of the other task is added.
 
-    Both methods return one tensor of counts per task, (alphas, alphas).
+    Both methods return one tensor per task, which contains the count for every pair of coefficients. Its rows
+    correspond to the coefficients of the first vector, its columns to those of the second.
     """
 
     model: Model
@@ -119,7 +122,7 @@ class _ErrorGrid:
     on_progress: OnProgress
 
     def linear_errors(self) -> list[Tensor]:
-        """Computes the predictions for the whole grid from f, J τ1 and J τ2."""
+        """Returns the counts for two vectors in the linear regime, computed from f, J τ1 and J τ2 of each example."""
         examples = sum(len(evaluation_set.numbers) for evaluation_set, _ in self.tasks)
         counter = ProgressCounter(examples, self.on_progress)
         grid = torch.tensor(self.alphas, dtype=torch.float64)
@@ -140,7 +143,7 @@ class _ErrorGrid:
         return errors
 
     def nonlinear_errors(self) -> list[Tensor]:
-        """Computes the predictions by applying every combination of the vectors to the model."""
+        """Returns the counts for any two vectors, computed by evaluating the model with every combination of them."""
         alphas = self.alphas
         pairs: dict[AlphaPair, None] = dict.fromkeys((a, b) for a in alphas for b in alphas)
         needed = [pairs | {(a, 0.0): None for a in alphas}, pairs | {(0.0, b): None for b in alphas}]
@@ -166,7 +169,7 @@ def _head(model: Model, evaluation_set: EvaluationSet, vector: TaskVector, heads
     task = evaluation_set.task
     if task.name not in vector.tasks:
         own = printable(", ".join(vector.tasks))
-        raise KfacpackError(f"expected examples of {own}, the task of the vector, got {printable(task.name)}")
+        raise KfacpackError(f"expected examples of the vector's task ({own}), got {printable(task.name)}")
     head = heads.get(task.name) or head_of(model, task, vector)
     require_classes(task)
     require_matching_classes(head, task)
@@ -186,22 +189,24 @@ def localisation(
 ) -> dict[str, Any]:
     """Measures how much each vector changes f on its own task and on other tasks.
 
+    The change on an example is the squared norm of the change in f: ‖J τ‖² in the linear regime, and otherwise
+    ‖f(θ0 + τ) − f(θ0)‖².
+
     Args:
         model: The base model.
-        evaluation_sets: Examples of each vector's task and, optionally, of further tasks. All examples of other tasks
-            are off-task for a vector.
+        evaluation_sets: Examples of each vector's task and, optionally, of further tasks.
         vectors: Task vectors by task name.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total.
+        on_progress: Called with the number of examples done and the total number.
 
     Returns:
-        `{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc"}`, where T and U are task names, the
-        outer AUROC is the mean over the vectors, and S summarises squared changes: `{"examples", "mean", "quantiles"}`,
-        with quantiles at 5, 25, 50, 75 and 95 %. Outside the linear regime, the changes are f(θ0 + τ) − f(θ0) instead
-        of J τ.
+        `{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc"}`, where T and U are task names. Each
+        S summarises changes as `{"examples", "mean", "quantiles"}`, with quantiles at 5, 25, 50, 75 and 95 %. "on" is
+        for the examples of the vector's own task, "off" for the examples of all other tasks, and "by_task" for each
+        task separately. The outer "auroc" is the mean over the vectors.
 
     Raises:
-        KfacpackError: If a vector's task has no examples, there are fewer than two tasks, or the vectors are
+        KfacpackError: If there are no examples of a vector's task, there are fewer than two tasks, or the vectors are
             incompatible.
 
     Example:
@@ -247,7 +252,7 @@ def _squared_changes(
 
 
 def auroc(on: Tensor, off: Tensor) -> float:
-    """Returns P(on > off) + P(on = off) / 2 over all pairs, computed with a single sort.
+    """Returns the AUROC: P(on > off) + P(on = off) / 2 over all pairs of a value in `on` and a value in `off`.
 
     Args:
         on: Values on the vector's own task, (N,).
@@ -260,6 +265,6 @@ def auroc(on: Tensor, off: Tensor) -> float:
 
 
 def _describe(sizes: Tensor) -> dict[str, Any]:
-    """Summarises squared changes, (N,)."""
+    """Returns the number, the mean and the quantiles of squared changes, (N,)."""
     quantiles = torch.quantile(sizes, torch.tensor(QUANTILES, dtype=sizes.dtype))
     return {"examples": len(sizes), "mean": float(sizes.mean()), "quantiles": quantiles.tolist()}

@@ -1,9 +1,10 @@
 """Forward passes of a model with task vectors, and the resulting changes in its outputs.
 
-A vector trained in the linear regime is evaluated as f + α J τ, as in training. Other vectors are added to the weights.
-The change in f is J τ in the linear regime, and f(θ0 + τ) − f(θ0) in other regimes.
+With a vector τ that was trained in the linear regime, the output is f + α J τ, as in training. Other vectors are added
+to the weights. The change in f is therefore J τ in the linear regime, and f(θ0 + τ) − f(θ0) in other regimes.
 
-Notation: N is the number of examples, V the number of vectors, C the width of f.
+Notation: f is the output of the model, J its Jacobian at the base weights θ0. N is the number of examples, V the number
+of vectors, C the width of f.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
     """f and J τ of a batch, each (N, C)."""
 
     BatchForwards = Callable[[Batch], list[Tensor]]
-    """Maps a batch to a list of f, (N, C), one for each multiple of a vector, without gradients."""
+    """Maps a batch to a list of outputs f, (N, C), one for each multiple of a vector, without gradients."""
 
 
 @contextmanager
 def edited_model(model: Model, vector: TaskVector | None, alpha: float = 1.0) -> Iterator[BatchForward]:
-    """Context manager that yields the function that computes f with α τ, and restores the model afterwards.
+    """Context manager that yields a function that computes f with α times a vector. On exit, it restores the model.
 
     Args:
         model: The model.
@@ -56,13 +57,13 @@ def edited_model(model: Model, vector: TaskVector | None, alpha: float = 1.0) ->
 def forward_passes(
     model: Model, vector: TaskVector | None, alphas: Sequence[float]
 ) -> list[AbstractContextManager[BatchForwards]]:
-    """Returns the passes over the data that are needed to compute f with α τ for every α.
+    """Returns the passes over the data that are needed to compute f with α times a vector, for every α.
 
     A linear vector needs one pass, which computes f and J τ. Other vectors need one pass per α.
 
     Returns:
-        Context managers that yield functions from a batch to a list of outputs. Concatenated over the passes, the
-        outputs are in the order of `alphas`.
+        One context manager per pass. It yields a function from a batch to a list of outputs, one for each α of the
+        pass. The passes are in the order of `alphas`.
     """
     if vector is None:
         return [_unedited(model)]
@@ -86,12 +87,12 @@ def _linearized(model: Model, vector: TaskVector, alphas: Sequence[float]) -> It
 
 
 def multiples(f: Tensor, change: Tensor, factor: float, alphas: Sequence[float]) -> list[Tensor]:
-    """Returns f + α J τ for each α, each (N, C).
+    """Returns the outputs of a model with α times a linear vector, for each α: a list of tensors, (N, C).
 
     Args:
         f: Output of the unedited model, (N, C).
-        change: J τ, (N, C).
-        factor: Factor by which the vector is a multiple of τ; see `TaskVector.as_multiple`.
+        change: J τ, (N, C), where τ is the vector divided by `factor`.
+        factor: Factor by which τ is multiplied to get the vector; see `TaskVector.as_multiple`.
         alphas: Coefficients of the vector.
     """
     return [f + (alpha * factor) * change for alpha in alphas]
@@ -101,12 +102,12 @@ def _f_and_change(linearized: Linearized, batch: Batch, tau: Mapping[str, Tensor
     """Returns f and J τ, each (N, C), in at least float32."""
     f, change = map(at_least_float32, linearized.outputs(batch, tau))
     if not bool(change.isfinite().all()):
-        raise NotFiniteError("J τ contains NaN or Inf")
+        raise NotFiniteError("J τ, the change that the vector causes in f, contains NaN or Inf")
     return f, change
 
 
 class OutputCache:
-    """A cache of f and J τ for linear vectors on one evaluation set, shared by several measurements.
+    """A cache of f and J τ for linear vectors on one evaluation set, which several measurements share.
 
     When the cache is full, the least recently used results are discarded.
 
@@ -120,13 +121,13 @@ class OutputCache:
         self._results: OrderedDict[Hashable, Sequence[FAndChange]] = OrderedDict()
 
     def get(self, key: Hashable) -> Sequence[FAndChange] | None:
-        """Returns f and J τ of each batch; None if they are not stored."""
+        """Returns f and J τ of each batch, or None if they are not in the cache."""
         if key in self._results:
             self._results.move_to_end(key)
         return self._results.get(key)
 
     def put(self, key: Hashable, batches: Sequence[FAndChange]) -> None:
-        """Stores f and J τ of each batch."""
+        """Stores f and J τ of each batch. If the cache is full, the least recently used results are discarded."""
         self._results[key] = batches
         self._results.move_to_end(key)
         while (
@@ -138,9 +139,10 @@ class OutputCache:
 def linear_outputs(
     model: Model, evaluation_set: EvaluationSet, directions: Sequence[TaskVector], batch_size: int
 ) -> Iterator[tuple[Sequence[int], Tensor, list[Tensor]]]:
-    """Yields, for each batch, the indices of its examples, f, (N, C), and a list with J τ of each vector, (N, C).
+    """Yields f and J τ of several linear vectors, batch by batch.
 
-    If the evaluation set has a cache, results are read from it and stored in it.
+    For each batch, it yields three values: the indices of its examples, f, (N, C), and a list that contains J τ,
+    (N, C), for each vector. If the evaluation set has a cache, results are read from it and stored in it.
 
     Args:
         model: The model.
@@ -171,7 +173,7 @@ def linear_outputs(
 def _computed_outputs(
     model: Model, evaluation_set: EvaluationSet, directions: Sequence[TaskVector], batch_size: int
 ) -> Generator[list[FAndChange], None, None]:
-    """Yields f and J τ of each vector, batch by batch."""
+    """Computes f and J τ, and yields a list with a pair (f, J τ) for each vector, batch by batch."""
     linearized, taus = _linearized_along(model, directions)
     split, task = evaluation_set.split, evaluation_set.task.name
     for numbers, batch in prepared_batches(model, split, task, evaluation_set.numbers, batch_size):
@@ -202,14 +204,16 @@ def output_changes(
     batch_size: int,
     counter: ProgressCounter,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields f of the unedited model, (N, C), and the change that each vector causes, (V, N, C), in groups of examples.
+    """Yields f of the unedited model, (N, C), and the changes in f that the vectors cause, (V, N, C).
+
+    Each pair is for a group of N consecutive examples: a batch in the linear regime, and otherwise all examples.
 
     Args:
         model: The model.
         evaluation_set: The examples.
         vectors: Vectors with the same base model and regime; see `require_compatible_vectors`.
         batch_size: Examples per forward pass.
-        counter: Progress counter; each example is counted `passes_needed` times.
+        counter: Progress counter. Each example is counted once per pass; see `passes_needed`.
     """
     if vectors[0].is_linear:
         factors, directions = zip(*(vector.as_multiple() for vector in vectors), strict=True)
@@ -229,7 +233,7 @@ def passes_needed(vectors: Sequence[TaskVector]) -> int:
     """Returns the number of passes over the examples in `output_changes`.
 
     In the linear regime, one pass computes f and every J τ. In other regimes, there is one pass for f and one for each
-    vector, because adding a vector to the weights takes longer than the forward pass of a batch.
+    vector: a vector is added to the weights once for all batches, because this takes longer than a forward pass.
     """
     return 1 if vectors[0].is_linear else 1 + len(vectors)
 
@@ -271,7 +275,7 @@ def by_task_name(evaluation_sets: Sequence[EvaluationSet]) -> dict[str, Evaluati
 def _linearized_along(
     model: Model, vectors: Sequence[Mapping[str, Tensor]]
 ) -> tuple[Linearized, list[dict[str, Tensor]]]:
-    """Returns the model linearised with respect to the vectors' parameters, and the vectors on its device."""
+    """Returns the model linearised in the parameters of the vectors, and the vectors on the model's device."""
     parameters = select_parameters(model.module, list(vectors[0]))
     taus = [{name: vector[name].to(parameter.device) for name, parameter in parameters.items()} for vector in vectors]
     return Linearized(model.module, model.forward, parameters), taus

@@ -1,13 +1,16 @@
 """Interference: the drift that each task vector causes on other tasks, predicted from bundles alone.
 
-τ_sᵀ G_t τ_s is the drift that vector s is predicted to cause on task t, without data and without the model. G is
-block-diagonal, so this is the sum of the drifts q_b of single blocks, as if their changes in f were uncorrelated.
-Blocks that were trained together change f in similar directions; if all these changes were aligned, the drift would be
-(Σ_b √q_b)². Both numbers are returned. If the q_b are exact, the second number is an upper bound, by the Cauchy-Schwarz
+The drift is the mean squared change in f on the examples of a task. The prediction of the drift that vector s causes on
+task t is τ_sᵀ G_t τ_s, which requires neither data nor the model. Because G is block-diagonal, this is the sum of the
+drifts q_b of the single blocks, as if the changes in f that different blocks cause were uncorrelated. However, blocks
+that were trained together change f in similar directions. If all these changes were aligned, the drift would be
+(Σ_b √q_b)².
+
+Both numbers are returned. If the q_b are exact, the second number is an upper bound of the drift, by the Cauchy-Schwarz
 inequality for the products between blocks. Kronecker factors may underestimate q_b, so the measured drift can exceed
-the second number. Pairs are ranked by the second number. With exact blocks, the measured drift was several times the
-sum of the q_b, so most of it comes from the products between blocks. In every seed that was measured, the second number
-ordered the pairs better (docs/results).
+the second number. In measurements with exact blocks, the drift was several times the sum of the q_b, so most of it
+comes from the products between blocks. With every seed that was tried, the second number ordered the pairs of a vector
+and a task better (docs/results), so pairs are ranked by it.
 
 If examples are given, the measured drift is reported as well. Prediction and measurement are compared by rank, because
 a user who decides which vectors to merge needs the order of the pairs rather than their values.
@@ -46,9 +49,9 @@ class InterferencePair(TypedDict):
     predicted: float
     """τᵀ G τ, the predicted drift."""
     aligned: float
-    """(Σ √q)² over the blocks' contributions q: the predicted drift if all blocks change f in the same direction."""
+    """Predicted drift if all blocks change f in the same direction: (Σ √q)², where q is the contribution of a block."""
     relative: float | None
-    """Predicted drift relative to that of the same vector on its own task; null if the latter is unknown or zero."""
+    """Predicted drift divided by that of the same vector on its own task; null if the latter is unknown or zero."""
     measured: float | None
     """Drift measured on examples of the task; null if there are no examples."""
     blocks: dict[str, float]
@@ -77,7 +80,7 @@ class InterferenceBlock(TypedDict):
     predicted: float
     """Predicted drift, summed over all pairs of a vector and another task."""
     share: float
-    """Fraction of the sum over all blocks."""
+    """Fraction of the sum of `predicted` over all blocks."""
 
 
 class InterferenceResult(TypedDict):
@@ -118,16 +121,16 @@ def interference(
         model: The base model, which is used only to measure the drift.
         evaluation_sets: Examples of the tasks for which the drift is also measured.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of blocks done and their total, then with the number of examples done and
-            their total.
+        on_progress: Called with the number of blocks done and the total number, and then with the number of examples
+            done and the total number.
 
     Returns:
-        The drift for every pair of a vector and a bundle, its sums by task and by block, and, if it was measured, the
-        rank correlation of prediction and measurement.
+        The drift for every pair of a vector and a bundle, and its sums by task and by block. If the drift was measured,
+        the result also contains the rank correlation of the predicted and the measured drift.
 
     Raises:
-        KfacpackError: If there is no vector or no bundle, or examples are given without a model or without a bundle of
-            their task.
+        KfacpackError: If there is no vector or no bundle, or if examples are given but there is no model, or no bundle
+            of their task.
         TaskVectorError: If a bundle is for another model or another f, or does not cover the parameters of a vector.
 
     Example:
@@ -182,11 +185,11 @@ def _check_types(vectors: object, bundles: object, evaluation_sets: object) -> N
     if not isinstance(evaluation_sets, Sequence) or not all(
         isinstance(item, EvaluationSet) for item in evaluation_sets
     ):
-        raise KfacpackError("interference: evaluation_sets: expected a list of EvaluationSet")
+        raise KfacpackError("interference: evaluation_sets: expected a list of EvaluationSet objects")
 
 
 def merged_tasks(bundle: Curvature) -> tuple[str, ...]:
-    """Returns the recorded names of the tasks in a merged bundle."""
+    """Returns the names of the tasks whose bundles were merged, or no names if the bundle is not merged."""
     parents = bundle.about.merge.parents if bundle.about.merge else ()
     return tuple(dict.fromkeys(parent.task for parent in parents if parent.task))
 
@@ -199,7 +202,7 @@ def spearman(first: Tensor, second: Tensor) -> float | None:
         second: Numbers, (n,).
 
     Returns:
-        The correlation, from -1 to 1; None if all numbers of one list are equal.
+        The correlation, from -1 to 1, or None if all numbers of one list are equal.
     """
     x, y = (_ranks(values) - (len(values) + 1) / 2 for values in (first, second))
     scale = float(x.norm() * y.norm())
@@ -212,7 +215,7 @@ def _rank_correlation(pairs: Sequence[InterferencePair], key: Literal["predicted
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """Returns the ranks of numbers, from 1, in float64; equal numbers get the mean of their ranks."""
+    """Returns the ranks of numbers, counted from 1, in float64. Equal numbers have the mean of their ranks."""
     ordered = values.double().sort().values
     below = torch.searchsorted(ordered, values.double(), right=False)
     not_above = torch.searchsorted(ordered, values.double(), right=True)
@@ -225,7 +228,7 @@ def _check_sets(
     vectors: Mapping[str, TaskVector],
     bundles: Mapping[str, Curvature],
 ) -> dict[str, EvaluationSet]:
-    """Returns the evaluation sets by task, after checking that the drift can be measured on them."""
+    """Checks that the drift can be measured on the evaluation sets, and returns them by task name."""
     sets = by_task_name(evaluation_sets)
     if sets and model is None:
         raise KfacpackError("examples are given, but there is no model to measure the drift with; pass model=...")
@@ -280,7 +283,7 @@ def _task(name: str, tasks: Sequence[str], pairs: Sequence[InterferencePair]) ->
 
 
 def _blocks(pairs: Sequence[InterferencePair]) -> list[InterferenceBlock]:
-    """Returns the contribution of each block, summed over the pairs, in descending order."""
+    """Returns the contribution of each block to the predicted drift, summed over the pairs, in descending order."""
     totals: dict[str, float] = {}
     for pair in pairs:
         for block, value in pair["blocks"].items():

@@ -1,6 +1,6 @@
 """Accuracy as a function of α, selection of α on validation data, negation, and the format of evaluation results.
 
-Negation adds −α τ to forget a task; α is chosen so that a control task keeps most of its accuracy.
+Negation adds −α τ to the weights to forget a task. α is chosen so that a control task keeps most of its accuracy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TaskEvaluation(TypedDict):
     accuracy: float
     """Share of correct predictions."""
     normalized: float | None
-    """Accuracy relative to that of the task's own vector alone; null if the latter is unknown or zero."""
+    """Accuracy divided by the accuracy with the task's own vector alone; null if the latter is unknown or zero."""
     examples: int
     """Number of examples."""
     perplexity: NotRequired[float]
@@ -49,7 +49,7 @@ class TaskEvaluation(TypedDict):
 
 
 class MeanEvaluation(TypedDict):
-    """Means over the tasks."""
+    """Mean accuracies over all tasks."""
 
     accuracy: float
     normalized: float | None
@@ -116,9 +116,9 @@ def evaluation_result(
 
     Args:
         task_scores: Scores by task name.
-        individual: Accuracy of each task's own vector alone, by task name. If an accuracy is unknown or zero,
+        individual: Accuracy on each task with the task's own vector alone, by task name. If it is missing or zero,
             "normalized" is None for this task and in the mean.
-        heads: Origin of each head, by task name, which is added to the results as "head".
+        heads: Origin of each head, by task name. If it is passed, it is added to the results as "head".
 
     Returns:
         `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`. Tasks with
@@ -148,7 +148,7 @@ def evaluation_result(
 
 
 def normalized(accuracy: float, individual: float | None) -> float | None:
-    """Returns an accuracy relative to that of the task's own vector; None if the latter is unknown or zero."""
+    """Returns accuracy / individual, or None if `individual`, the accuracy with the task's own vector, is None or 0."""
     return accuracy / individual if individual else None
 
 
@@ -180,7 +180,7 @@ def sweep(
         examples: "all", a number, or a percentage of the split such as "30%".
         seed: Seed of the selection of examples.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total over all passes.
+        on_progress: Called with the number of examples done and the total number over all passes.
 
     Returns:
         One score per α.
@@ -217,7 +217,7 @@ def best(alphas: Sequence[float], by_task: Sequence[Sequence[Score]]) -> int:
 
 
 def as_table(alphas: Sequence[float], by_task: Mapping[str, Sequence[Score]]) -> dict[str, Any]:
-    """Returns `{"alphas": [...], "tasks": {name: [accuracy at each α]}, "mean": [...]}`."""
+    """Returns accuracies as `{"alphas": [...], "tasks": {name: [accuracy at each α]}, "mean": [mean at each α]}`."""
     return {
         "alphas": [float(alpha) for alpha in alphas],
         "tasks": {task: [score.accuracy for score in task_scores] for task, task_scores in by_task.items()},
@@ -226,7 +226,7 @@ def as_table(alphas: Sequence[float], by_task: Mapping[str, Sequence[Score]]) ->
 
 
 def exact_mean(task_scores: Sequence[Score]) -> Fraction:
-    """Returns the mean accuracy as a fraction, so that ties are not broken by rounding."""
+    """Returns the mean accuracy as an exact fraction, so that rounding errors do not break ties."""
     return sum((Fraction(score.correct, score.predictions) for score in task_scores), Fraction(0)) / len(task_scores)
 
 
@@ -288,7 +288,7 @@ class SelectionScores:
         candidates: Values of α to evaluate on validation data.
         tests: Number of values of α to evaluate on test data.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total, over both splits.
+        on_progress: Called with the number of examples done and the total number, over both splits.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ def choose_alpha(
         vector: The task vector.
         alphas: Candidate values. Ties are resolved in favour of the value nearest to 1.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total, over both splits.
+        on_progress: Called with the number of examples done and the total number, over both splits.
 
     Returns:
         The selected α and all scores.
@@ -378,7 +378,7 @@ class TaskNegation(TypedDict):
     chance: float
     """Chance level: 1 divided by the number of classes."""
     removed: float | None
-    """Fraction of the margin over chance that was removed; null if there was no margin."""
+    """Fraction of the margin of `before` over `chance` that was removed; null if there was no margin."""
     control: float
     """Accuracy of the control task after the subtraction."""
     control_before: float
@@ -413,12 +413,12 @@ def negate(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Negation:
-    """Selects α on validation data such that adding −α τ forgets the targets, and reports accuracies on test data.
+    """Selects α such that a model with −α τ forgets some tasks, and reports accuracies before and after this change.
 
-    Candidates are the values of α at which the control keeps at least the fraction `keep` of its original accuracy.
-    Zero is always a candidate. The selected candidate has the smallest mean accuracy of the targets, where accuracies
-    below chance count as chance; ties are resolved in favour of the smallest α. The test splits are evaluated only at
-    the selected α and at zero.
+    α is selected on validation data. Candidates are zero and all values of α at which the control keeps at least the
+    fraction `keep` of its original accuracy. The selected candidate has the smallest mean accuracy over the targets,
+    where accuracies below chance count as chance. Ties are resolved in favour of the smallest α. The accuracies that
+    are reported are measured on test data.
 
     Args:
         model: The model.
@@ -428,12 +428,12 @@ def negate(
         alphas: Values of α to try, zero or positive.
         keep: Fraction of the control's accuracy to keep, above 0 and at most 1.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and their total.
+        on_progress: Called with the number of examples done and the total number.
 
     Returns:
         `{"control": name of the control, "keep": keep, "tasks": {target: {"alpha", "accuracy", "before", "chance",
         "removed", "control", "control_before"}}}`. "chance" is 1 divided by the number of classes. "removed" is the
-        fraction of the margin over chance that was removed, or None if there was no margin.
+        fraction of the margin of "before" over "chance" that was removed, or None if there was no margin.
 
     Raises:
         KfacpackError: If an α is negative, `keep` is out of range, the control is one of the targets, or a task has no
@@ -473,7 +473,7 @@ def negate(
 def choose_negation_alpha(
     targets: Sequence[Sequence[Score]], control: Sequence[Score], keep: float, classes: Sequence[int]
 ) -> int:
-    """Returns the index of the selected α.
+    """Returns the index of the α that reduces the targets' accuracy most while the control keeps enough of its own.
 
     Accuracies below chance count as chance, so that α is not increased further at the expense of the control.
 

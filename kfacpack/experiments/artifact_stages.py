@@ -59,7 +59,7 @@ class EstimateStage(BundleStage):
 
     @property
     def variant(self) -> str:
-        """Structure, seed and settings that differ from those of the plan, as written in file names."""
+        """Structure, seed and any settings that differ from the plan's section `curvature`, as used in file names."""
         usual = self.context.plan.curvature.model_dump()
         others = [f".{key}-{value}" for key, value in self.section.model_dump().items() if value != usual[key]]
         return f"{self.structure}.seed-{self.seed}{''.join(others)}"
@@ -105,13 +105,13 @@ class EstimateStage(BundleStage):
         job.run(self.path, resume=True, on_progress=monitor.report, stopped=monitor.stopped)
 
     def cost(self) -> float:
-        """Returns the approximate cost, in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes of one example."""
         section = self.section
         probes = self.context.model.function.width if section.fisher == "exact" else section.samples
         return 8.0 * parse_count(section.examples, self.context.task(self.task).sizes["train"]) * probes
 
     def command(self) -> str:
-        """Returns the command that writes the same file as this stage."""
+        """Returns the `kfacpack` command that writes the same file as this stage."""
         section, options = self.section, self.options
         return command(
             "estimate",
@@ -131,11 +131,11 @@ class CompressStage(BundleStage):
     """Compresses the bundle of one task, for a merge method or an arm."""
 
     kind: ClassVar[str] = "compressed"
-    purpose: ClassVar[str] = "the same bundles, compressed"
+    purpose: ClassVar[str] = "the bundles of the tasks, compressed"
 
     bundle: EstimateStage
     codec: str
-    """The codec or, if `is_budget` is true, a size such as `70MB`."""
+    """The codec or, if `is_budget` is true, the maximum size of the file, such as `70MB`."""
     is_budget: bool = False
 
     @property
@@ -145,22 +145,22 @@ class CompressStage(BundleStage):
 
     @property
     def task(self) -> str:
-        """The task of the bundle."""
+        """The task whose curvature the bundle contains."""
         return self.bundle.task
 
     @property
     def structure(self) -> EstimateStructure:
-        """The structure of the bundle."""
+        """The structure of the bundle, such as `kronecker` or `diagonal`."""
         return self.bundle.structure
 
     @property
     def seed(self) -> int:
-        """The seed of the bundle."""
+        """The seed with which the bundle is estimated."""
         return self.bundle.seed
 
     @property
     def variant(self) -> str:
-        """The variant of the bundle and the codec, as written in file names."""
+        """Structure, seed and settings of the bundle, followed by the codec or the size, as used in file names."""
         return f"{self.bundle.variant}.{self.codec}"
 
     @property
@@ -169,7 +169,7 @@ class CompressStage(BundleStage):
         return (self.bundle,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the codec or the budget."""
+        """Returns the codec, or the maximum size if a size is given instead."""
         return {"budget" if self.is_budget else "codec": self.codec}
 
     def make(self, monitor: StageProgress) -> None:
@@ -180,23 +180,28 @@ class CompressStage(BundleStage):
         compressed.save(self.path)
 
     def cost(self) -> float:
-        """Returns the approximate cost, in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes of one example."""
         return 50.0
 
     def command(self) -> str:
-        """Returns the command that writes the same file as this stage."""
+        """Returns the `kfacpack` command that writes the same file as this stage."""
         codec = ("--budget", self.codec) if self.is_budget else (self.codec,)
         return command("compress", self.bundle.file, *codec, "-o", self.file)
 
 
 @dataclass(frozen=True, eq=False)
 class MergeStage(BundleStage):
-    """Merges the bundles of the tasks that an arm protects, usually all tasks except one."""
+    """Merges the bundles of the tasks that an arm protects while it trains the vector of another task.
+
+    An arm protects a task by penalising changes in the model's output on its examples. By default, an arm protects all
+    other tasks of the plan.
+    """
 
     kind: ClassVar[str] = "merged"
     purpose: ClassVar[str] = "for each task, the curvature of the others in one bundle"
 
     without: str
+    """The task whose vector is trained."""
     bundles: tuple[EstimateStage | CompressStage, ...]
     rule: str
     rank: int
@@ -225,15 +230,15 @@ class MergeStage(BundleStage):
         merged.curvature.save(self.path, on_progress=monitor.report)
 
     def cost(self) -> float:
-        """Returns the approximate cost, in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes of one example."""
         return 50.0 * len(self.bundles)
 
     def error(self) -> float | None:
-        """Returns the relative error of the merged curvature; None if it was not measured."""
+        """Returns the error of the merged curvature relative to the exact sum, or None if it was not measured."""
         return RULES[self.rule](self.rank).error_in(Bundle(self.path).manifest.losses)
 
     def command(self) -> str:
-        """Returns the command that writes the same file as this stage."""
+        """Returns the `kfacpack` command that writes the same file as this stage."""
         files = [bundle.file for bundle in self.bundles]
         rank = optional("--rank", self.rank, default=1)
         return command("merge", *files, "--rule", self.rule, *rank, "-o", self.file)
@@ -241,7 +246,7 @@ class MergeStage(BundleStage):
 
 @dataclass(frozen=True, eq=False)
 class TaskVectorStage(VectorStage):
-    """Base class of stages that write the vector of one task in one arm."""
+    """Base class of stages that write the task vector of one task for one arm of the plan."""
 
     has_head: ClassVar[bool] = True
     """Whether the vector file contains the head of the task."""
@@ -257,7 +262,7 @@ class TaskVectorStage(VectorStage):
 
     @property
     def variant(self) -> str:
-        """Arm and seed, as written in file names."""
+        """Names of the arm and the seed, as used in file names."""
         return f"{self.arm}.seed-{self.seed}"
 
     @property
@@ -267,14 +272,14 @@ class TaskVectorStage(VectorStage):
 
 @dataclass(frozen=True, eq=False)
 class TrainStage(TaskVectorStage):
-    """Trains the vector of one task in one arm."""
+    """Trains the task vector of one task for one arm of the plan."""
 
     kind: ClassVar[str] = "vectors"
     purpose: ClassVar[str] = "the vector of each task, with and without the penalty"
 
     merged: MergeStage | None
     mask: MergeStage | None = None
-    """The bundle that selects the weights that the regime `sparse` trains."""
+    """Stage that writes the bundle from which the regime `sparse` selects the weights to train."""
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
@@ -340,12 +345,12 @@ class TrainStage(TaskVectorStage):
         trainer.run(self.path, resume=True, on_progress=progress, stopped=monitor.stopped)
 
     def cost(self) -> float:
-        """Returns the approximate cost, in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes of one example."""
         passes = 5.0 if self._training.regime == "linear" else 3.0
         return passes * self._training.steps * self._training.batch_size * (2 if self._protected else 1)
 
     def command(self) -> str:
-        """Returns the command that writes the same file as this stage."""
+        """Returns the `kfacpack` command that writes the same file as this stage."""
         section, plan = self._training, self.context.plan
         penalty: tuple[object, ...] = ()
         if self.merged:
@@ -374,7 +379,7 @@ class TrainStage(TaskVectorStage):
 
 @dataclass(frozen=True, eq=False)
 class ExtractStage(TaskVectorStage):
-    """Extracts the vector of one task from a fine-tuned checkpoint or an adapter."""
+    """Extracts the task vector of one task from a fine-tuned checkpoint or an adapter."""
 
     kind: ClassVar[str] = "extracted"
     purpose: ClassVar[str] = "the vector of each task, from a checkpoint that was fine-tuned elsewhere"
@@ -396,11 +401,11 @@ class ExtractStage(TaskVectorStage):
             TaskVector.from_checkpoint(context.model, source, task=self.task, on_progress=report).save(self.path)
 
     def cost(self) -> float:
-        """Returns the approximate cost, in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes of one example."""
         return 20.0
 
     def command(self) -> str:
-        """Returns the command that writes the same file as this stage."""
+        """Returns the `kfacpack` command that writes the same file as this stage."""
         plan, source = self.context.plan, self._checkpoint
         path = source if is_reference(source) else command_path(plan, source, self.root)
         return command("extract", path, *model_options(plan, self.root), "--task", self.task, "-o", self.file)
@@ -408,7 +413,7 @@ class ExtractStage(TaskVectorStage):
 
 @dataclass(frozen=True, eq=False)
 class AddStage(VectorStage):
-    """Merges the vectors of an arm with one merge method."""
+    """Merges the task vectors of an arm with one merge method."""
 
     kind: ClassVar[str] = "sums"
     purpose: ClassVar[str] = "the merged vector for each arm and merge method"
@@ -416,7 +421,7 @@ class AddStage(VectorStage):
     vectors: tuple[TaskVectorStage, ...]
     method: MethodSection
     bundles: tuple[EstimateStage | CompressStage, ...] = ()
-    """The bundles of all tasks, for methods that need them."""
+    """Stages that write the bundles of all tasks; empty if the method needs no bundles."""
 
     @property
     def arm(self) -> str:
@@ -453,11 +458,11 @@ class AddStage(VectorStage):
         total.save(self.path, on_progress=report)
 
     def cost(self) -> float:
-        """Returns the approximate cost, in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes of one example."""
         return 20.0 * len(self.vectors) + 400.0 * len(self.bundles)
 
     def command(self) -> str:
-        """Returns the command that writes the same file as this stage."""
+        """Returns the `kfacpack` command that writes the same file as this stage."""
         files = [vector.file for vector in self.vectors]
         bundles = (word for bundle in self.bundles for word in ("--bundle", bundle.file))
         settings = (word for key, value in self.method.settings.items() for word in _setting_option(key, value))
@@ -465,6 +470,9 @@ class AddStage(VectorStage):
 
 
 def _setting_option(key: str, value: object) -> tuple[object, ...]:
-    """Returns the option of `kfacpack add` for a setting of a merge method: a bare flag for true, nothing for false."""
+    """Returns the words of the `kfacpack add` option for a setting of a merge method.
+
+    True becomes a flag without a value, and False gives no words at all.
+    """
     flag = f"--{key.replace('_', '-')}"
     return ((flag,) if value else ()) if isinstance(value, bool) else (flag, value)

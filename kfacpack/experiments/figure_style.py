@@ -28,7 +28,7 @@ from kfacpack.format.writer import write_atomically
 P = ParamSpec("P")
 
 WIDTH = 5.0
-"""Width of a figure in inches. On a screen 360 pixels wide, a ten-point font is ten pixels high."""
+"""Width of a figure in inches: 360 points. On a screen 360 pixels wide, a ten-point font is thus ten pixels high."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ MARKERS = "osD^vPXd"
 
 @contextmanager
 def _settings(theme: Theme) -> Iterator[None]:
-    """Temporarily replaces the user's Matplotlib settings with the defaults and the style of kfacpack."""
+    """Temporarily replaces the user's Matplotlib settings with Matplotlib's defaults plus the style of kfacpack."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         # Characters that DejaVu Sans does not contain are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -140,7 +140,7 @@ def canvas(height: float, width: float = WIDTH) -> Figure:
 
 
 def shortened(name: str, max_length: int = 22) -> str:
-    """Shortens a name to at most `max_length` characters and replaces unprintable ones."""
+    """Shortens a name to at most `max_length` characters and replaces unprintable characters with `?`."""
     printable_name = "".join(char if char.isprintable() else "?" for char in name)
     return printable_name if len(printable_name) <= max_length else f"{printable_name[: max_length - 1]}…"
 
@@ -166,14 +166,23 @@ def logarithmic(axis: Axis) -> None:
 
 
 def power_of_ten(value: float) -> str:
-    """Formats a value as the nearest power of ten, such as `10⁻³`; empty for values that are not positive."""
+    """Formats a value as the nearest power of ten, such as `10⁻³`.
+
+    Returns an empty string if the value is not positive.
+    """
     if value <= 0:
         return ""
     return f"10{str(round(math.log10(value))).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
 def log_limits(values: list[float]) -> tuple[float, float]:
-    """Returns the powers of ten that enclose all (positive) values, at least one decade apart."""
+    """Returns limits for a logarithmic axis: the two nearest powers of ten between which all values lie.
+
+    The limits are at least one decade apart.
+
+    Args:
+        values: Positive values. If there are none, the limits are 1 and 10.
+    """
     if not values:
         return 1.0, 10.0
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
@@ -197,7 +206,7 @@ def render(figure: Figure, kind: str) -> bytes:
         kind: `"svg"` or `"png"`.
 
     Returns:
-        The content of the file. It consists of the same bytes every time.
+        The content of the SVG or PNG file. Rendering the same figure again gives the same bytes.
 
     Raises:
         KfacpackError: If `kind` is not supported.
@@ -212,7 +221,7 @@ def render(figure: Figure, kind: str) -> bytes:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Writes a figure atomically.
+    """Writes a figure to a file atomically.
 
     Args:
         figure: The figure.

@@ -1,6 +1,6 @@
-"""Figures for reports. Each function draws numbers in the format of `results.json` and returns a Matplotlib figure.
+"""Figures for reports. Each drawing function takes numbers from `results.json` and returns a Matplotlib figure.
 
-Every function takes the keyword `theme`, a name in `kfacpack.experiments.figure_style.THEMES`.
+Every drawing function has the keyword argument `theme`, a name in `kfacpack.experiments.figure_style.THEMES`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def sweep(
     quantity: str = "mean accuracy",
     theme: str = "light",
 ) -> Figure:
-    """Draws accuracy as a function of α.
+    """Draws accuracy as a function of α, the factor by which the sum of the task vectors is multiplied.
 
     Args:
-        data: Sweeps by arm, `{arm: sweep, …}`, to draw the mean of each; or one sweep, to draw a line for each task.
-        references: Levels to draw as horizontal lines, such as `{"individual": 0.93}`.
+        data: Either one sweep, `{"alphas": […], "tasks": {task: […]}, "mean": […]}`, which is drawn as one line per
+            task and a line for the mean; or several sweeps, `{arm: sweep, …}`, of which only the means are drawn.
+        references: Accuracies to draw as horizontal lines, by label, such as `{"individual": 0.93}`.
         quantity: Label of the vertical axis.
         theme: Name of the colour theme.
     """
@@ -80,13 +81,14 @@ def sweep(
 def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme: str = "light") -> Figure:
     """Draws the disentanglement error ξ(α₁, α₂) of two vectors as a heat map.
 
-    ξ is the share of predictions with both vectors that differ from those with the task's own vector alone, summed over
-    the two tasks. A marker shows the smallest ξ at points where neither α is zero.
+    For each of the two tasks, adding the other task's vector to the task's own vector changes some predictions. ξ is
+    the share of a task's examples whose predictions change, summed over the two tasks. A circle marks the smallest ξ
+    among the points where neither α is zero, and a square marks the point where both α are 1.
 
     Args:
-        data: A pair of tasks, the values of α, and ξ. The rows of ξ correspond to the α of the first task, and its
-            columns to the α of the second.
-        top: Upper end of the colour scale; None for the largest ξ.
+        data: `{"tasks": (first, second), "alphas": […], "xi": [[…], …]}`. The rows of the matrix "xi" correspond to the
+            α of the first task, and its columns to the α of the second.
+        top: Upper end of the colour scale. Defaults to the largest ξ.
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)
@@ -130,7 +132,10 @@ def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme:
 
 
 def smallest_nonzero(alphas: Sequence[float], xi: Sequence[Sequence[float]]) -> tuple[int, int]:
-    """Returns the indices of the smallest ξ where both α are nonzero, or of the smallest ξ if every α is zero."""
+    """Returns the row and the column of the smallest ξ among the points where both α are nonzero.
+
+    If every α is zero, all points are considered.
+    """
     nonzero = [k for k, alpha in enumerate(alphas) if alpha != 0] or list(range(len(alphas)))
     return min(((i, j) for i in nonzero for j in nonzero), key=lambda point: xi[point[0]][point[1]])
 
@@ -155,12 +160,14 @@ def _percent(share: float) -> str:
 
 @with_themes
 def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws the 5, 25, 50, 75 and 95 % quantiles of ‖Δf‖² for each vector, on its own task and on others.
+    """Draws how much each task vector changes the output f of the model, on its own task and on other tasks.
 
-    Δf is J τ in the linearised model and f(θ₀ + τ) − f(θ₀) otherwise. The AUROC is written beside each row.
+    Each row shows the 5, 25, 50, 75 and 95 % quantiles of ‖Δf‖² over examples. Δf is J τ if the vector τ was trained in
+    the linearised model, and f(θ₀ + τ) − f(θ₀) otherwise. The AUROC of the vector is written beside its row.
 
     Args:
-        data: `{"vectors": {task: {"on": …, "off": …, "auroc": …}}}`.
+        data: `{"vectors": {task: {"on": …, "off": …, "auroc": …}}}`, where "on" holds the quantiles on the vector's own
+            task, and "off" those on the other tasks.
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)
@@ -205,10 +212,13 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws measured drift (mean ‖Δf‖²) against predicted drift (τᵀGτ), for whole vectors and for single layers.
+    """Draws measured drift against predicted drift, for whole task vectors and for single layers.
+
+    The measured drift is the mean over examples of ‖Δf‖², where Δf is the change in the model's output that the vector
+    τ causes. The predicted drift is τᵀGτ, where G is the curvature in a bundle.
 
     Args:
-        data: `{"pairs": […], "layers": […]}`. Each entry has vector, task, predicted and measured drift.
+        data: `{"pairs": […], "layers": […]}`. Each entry has the keys "vector", "task", "predicted" and "measured".
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)
@@ -245,12 +255,14 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws predicted drift as a heat map with logarithmic colours: one row per vector, one column per bundle.
+    """Draws a heat map of predicted drift with a logarithmic colour scale: one row per vector, one column per bundle.
 
-    A frame marks the cells whose bundle contains the vector's own task.
+    The predicted drift is τᵀGτ, where τ is the vector and G is the curvature in the bundle. A frame marks the cells
+    whose bundle contains the vector's own task.
 
     Args:
-        data: `{"vectors": […], "tasks": […], "pairs": […]}`. Each pair has vector, task, own and predicted drift.
+        data: `{"vectors": […], "tasks": [{"task": …}, …], "pairs": […]}`. Each pair has the keys "vector", "task",
+            "predicted" and "own". The last is true if the bundle contains the vector's own task.
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)
@@ -299,7 +311,10 @@ def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 
 def _in_unit(value: float, unit: float) -> str:
-    """Formats a value divided by a unit with two significant digits and without an exponent."""
+    """Divides a value by a unit, and formats the quotient without an exponent.
+
+    Quotients from 100 on are rounded to integers, smaller ones to two significant digits.
+    """
     scaled = value / unit
     return f"{scaled:.0f}" if abs(scaled) >= 99.5 else f"{scaled:.2g}" if abs(scaled) >= 5e-5 else "0"
 
@@ -311,12 +326,14 @@ MAX_LABELLED = 6
 
 @with_themes
 def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws the eigenvalues of the factors against their ranks, one line for each factor.
+    """Draws the eigenvalues of the curvature factors against their ranks, one line for each factor.
 
-    Up to `MAX_LABELLED` lines are labelled individually; if there are more, they are coloured by the kind of factor.
+    If there are at most `MAX_LABELLED` factors, each line has its own colour and label. Otherwise, the colour shows the
+    kind of factor: A (inputs), B (gradients) or G (whole blocks).
 
     Args:
-        data: `{"blocks": […]}`. Each entry has name, side, ranks and eigenvalues.
+        data: `{"blocks": […]}`. Each entry describes one factor, with the keys "name", "side" (the kind of factor),
+            "ranks" and "eigenvalues".
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)
@@ -354,12 +371,13 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def bars(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws accuracy by task: for the base model, with the task's own vector, and with all vectors combined.
+    """Draws accuracy by task: of the base model, with the task's own vector, and with all vectors combined.
 
-    Each arm has its own row, so that eight tasks fit on a narrow screen.
+    Each arm has its own bar chart. The charts are stacked, so that eight tasks fit on a narrow screen.
 
     Args:
-        data: `{"base": {task: accuracy}, "arms": {arm: {"individual": {task: accuracy}, "added": {…}}}}`.
+        data: `{"base": {task: accuracy}, "arms": {arm: {"individual": {task: accuracy}, "added": {task: accuracy}}}}`,
+            where "individual" means with the task's own vector, and "added" means with all vectors.
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)

@@ -48,7 +48,7 @@ _POLL_SECONDS = 0.1
 
 
 class JobsWarning(UserWarning):
-    """Issued when a run uses fewer workers than requested, uses more threads than there are cores, or waits for a node.
+    """Issued if a run uses fewer workers than requested or more threads than there are cores, or waits for a Ray node.
 
     Example:
         >>> with warnings.catch_warnings():
@@ -74,7 +74,7 @@ class StageWorker(ABC):
         self.ready = True
         """Whether the worker accepts stages."""
         self.loaded: set[str] = set()
-        """Tasks and inputs that the worker has used and may still have in memory; see `_used_by`."""
+        """Names of tasks and keys of inputs that the worker has used and may still have in memory; see `_used_by`."""
 
     @property
     def where(self) -> str:
@@ -82,7 +82,7 @@ class StageWorker(ABC):
         return f"worker {self.number}" + ("" if self.device == "cpu" else f" ({self.device})")
 
     def location(self) -> dict[str, Any]:
-        """Returns the event fields that identify the worker."""
+        """Returns the fields that identify the worker in an event: its number and its device."""
         return {"worker": self.number, "device": self.device}
 
     @abstractmethod
@@ -98,7 +98,7 @@ class WorkerPool(ABC):
     """The workers of a run. Used as a context manager, the pool terminates them on exit."""
 
     attempts: ClassVar[int] = 2
-    """Maximum number of times that a stage is started if its workers die."""
+    """Maximum number of times that a stage is started. It is started again if its worker dies."""
 
     @property
     @abstractmethod
@@ -132,8 +132,8 @@ class WorkerPool(ABC):
 class Scheduler:
     """Distributes the pending stages of a run among workers.
 
-    A stage is ready when the files of its inputs exist. Of the ready stages, a free worker starts the one
-    that begins the most expensive chain of dependent stages. Ties go to stages whose inputs the worker has in memory.
+    A stage is ready when the files of its inputs exist. A free worker starts the ready stage that begins the most
+    expensive chain of dependent stages. Among equals, it prefers the stage with the most inputs in its memory.
     """
 
     stages: Sequence[Stage]
@@ -148,7 +148,7 @@ class Scheduler:
         """Computes all pending stages.
 
         Raises:
-            Interrupted: If `stopped` returned True; the workers have saved their state.
+            Interrupted: If `stopped` returned True. The workers have then saved the state of their stages.
             KfacpackError: If a stage failed, or its worker died repeatedly.
             OSError: If a file could not be written.
             RuntimeError: If a stage raised any other exception.
@@ -196,7 +196,7 @@ class Scheduler:
     def _choose(self, worker: StageWorker, ready: Sequence[Stage]) -> Stage:
         """Returns the ready stage that begins the most expensive chain of dependent stages.
 
-        Of several such stages, it returns the one with the most inputs in the worker's memory.
+        If there are several such stages, returns the one with the most inputs in the worker's memory.
         """
 
         def priority(stage: Stage) -> tuple[float, int]:
@@ -253,7 +253,7 @@ class Scheduler:
             self.pool.replace(worker)
 
     def _release(self, worker: StageWorker, problem: BaseException | None = None) -> Stage:
-        """Marks a worker as idle, and closes the display of its stage.
+        """Marks a worker as idle, closes the display of its stage, and returns the stage.
 
         Args:
             worker: The worker.
@@ -290,7 +290,7 @@ def _used_by(stage: Stage) -> set[str]:
 
 
 def critical_paths(stages: Sequence[Stage]) -> dict[str, float]:
-    """Returns the cost of the most expensive chain of stages that begins with each stage, by stage key.
+    """Maps the key of each stage to the cost of the most expensive chain of dependent stages that begins with it.
 
     Args:
         stages: The pending stages, each after its inputs.
@@ -335,7 +335,7 @@ class ProcessWorker(StageWorker):
 
     @property
     def output(self) -> IO[bytes]:
-        """The pipe with the worker's messages."""
+        """The pipe from which the worker's messages are read."""
         assert self.process.stdout is not None
         return self.process.stdout
 
@@ -348,7 +348,7 @@ class ProcessWorker(StageWorker):
         self.send({"stop": True})
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message. If the worker has died, the message is lost, and `receive` will report it."""
+        """Sends a message. If the worker has died, the message is lost, and `receive` will report the death."""
         assert self.process.stdin is not None
         line = memoryview((json.dumps(message) + "\n").encode())
         try:
@@ -401,7 +401,7 @@ class ProcessPool(WorkerPool):
 
     @property
     def workers(self) -> Sequence[StageWorker]:
-        """The workers."""
+        """The worker processes, including those that are being started."""
         return self._workers
 
     def close(self) -> None:
@@ -423,7 +423,7 @@ class ProcessPool(WorkerPool):
         self._start(worker.number)
 
     def configure(self, context: RunContext) -> None:
-        """Sends all workers the hashes that the scheduler has computed, and the number of threads."""
+        """Sends all workers the number of threads, and the hashes from `RunContext.shared_keys`."""
         self._keys = {**context.shared_keys(), "threads": context.threads}
         (self._root / LOGS).mkdir(exist_ok=True)
         for worker in self._workers:
@@ -473,13 +473,13 @@ def worker_devices(device: torch.device, environment: Mapping[str, str]) -> list
 
 
 def choose_jobs(context: RunContext, requested: int | None) -> int:
-    """Returns the number of processes: the requested or default number, limited to those that fit into memory.
+    """Returns the requested or default number of processes, or a smaller number if not all of them fit into memory.
 
-    Warns if memory limits the number, or if the processes have more threads in total than there are cores.
+    Issues a `JobsWarning` if memory limits the number, or if the processes together have more threads than cores.
 
     Args:
         context: The context of the run.
-        requested: The requested number; None for the default.
+        requested: The requested number of processes; None for the default number.
     """
     jobs = requested or default_jobs(context.device, context.threads)
     available, needed = available_bytes(), worker_bytes(context.model_bytes)

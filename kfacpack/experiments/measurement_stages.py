@@ -37,12 +37,12 @@ class BaseAccuracyStage(MeasurementStage):
         return f"{self.task}.base"
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the head and the examples, including the training data that prototype heads need."""
+        """Returns the settings: kind of head, test examples, and the training data from which heads may be computed."""
         plan = self.context.plan
         return {"what": "base", "head": plan.model.head, **evaluation_settings(self, [self.task], ["test", "train"])}
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
-        """Returns the accuracy and the number of examples; for completions, also the perplexity."""
+        """Returns the accuracy, the number of examples and, if the task has completions, the perplexity."""
         context = self.context
         examples = context.evaluation_set(self.task)
         size = context.plan.evaluation.batch_size
@@ -50,13 +50,13 @@ class BaseAccuracyStage(MeasurementStage):
         return {"accuracy": result.accuracy, "examples": result.examples, **perplexity_entry(result)}
 
     def cost(self) -> float:
-        """Returns the number of test examples."""
+        """Returns the number of test examples, each of which needs one forward pass."""
         return count_examples(self, self.task)
 
 
 @dataclass(frozen=True, eq=False)
 class SweepStage(MeasurementStage):
-    """Measures the accuracy of the model with a vector on one task, at every α."""
+    """Adds a task vector, scaled by α, to the model and measures the accuracy on one task, for every value of α."""
 
     kind: ClassVar[str] = "scores"
     purpose: ClassVar[str] = BaseAccuracyStage.purpose
@@ -77,7 +77,7 @@ class SweepStage(MeasurementStage):
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the values of α, the examples and, if the vector contains no head, the settings of the head."""
+        """Returns the values of α, the examples and, if the vector file contains no head, the kind of head."""
         head = {} if self.vector.has_head else {"head": self.context.plan.model.head}
         splits = [self.split, *(["train"] if head else [])]
         return {
@@ -88,7 +88,7 @@ class SweepStage(MeasurementStage):
         }
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
-        """Returns the number of correct predictions at every α; for completions, also their log-likelihood."""
+        """Returns the number of correct predictions at every α and, for completions, their log-likelihood."""
         context, tau = self.context, TaskVector.load(self.vector.path)
         results = scores(
             context.model,
@@ -108,11 +108,11 @@ class SweepStage(MeasurementStage):
         }
 
     def cost(self) -> float:
-        """Returns the cost: that of three passes for a linearised model, and one pass per α in other regimes."""
+        """Returns the cost: three forward passes per example in the regime `linear`, and one per α in other regimes."""
         return _passes(self, self.vector.arm, self.alphas) * count_examples(self, self.task, self.split)
 
     def scores(self) -> list[Score]:
-        """Reads the scores, one for each α."""
+        """Reads the scores from the file of this stage, one for each α."""
         values = self.read()
         correct, tokens = values["correct"], values.get("tokens")
         likelihoods = values.get("log_likelihood", [None] * len(correct))
@@ -122,13 +122,13 @@ class SweepStage(MeasurementStage):
         ]
 
     def at(self, alpha: float) -> Score:
-        """Reads the score at one α."""
+        """Reads the score at one α from the file of this stage."""
         return self.scores()[self.alphas.index(alpha)]
 
 
 @dataclass(frozen=True, eq=False)
 class NegationStage(MeasurementStage):
-    """Subtracts a vector from the model, and measures the accuracy on its task and on a control task."""
+    """Subtracts a task vector from the model, and measures the accuracy on the vector's task and on a control task."""
 
     kind: ClassVar[str] = "negated"
     purpose: ClassVar[str] = "the removal of each task, and its effect on a control task"
@@ -140,7 +140,7 @@ class NegationStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, which is the name of the stage that writes the vector."""
+        """Name of the stage, which is the same as that of the stage that writes the vector."""
         return self.vector.name
 
     @property
@@ -149,7 +149,7 @@ class NegationStage(MeasurementStage):
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the control task, the values of α, the head and the examples."""
+        """Returns the settings: control task, share of its accuracy to keep, values of α, kind of head, examples."""
         tasks = [self.vector.task, self.control]
         return {
             "control": self.control,
@@ -195,7 +195,7 @@ def _passes(stage: MeasurementStage, arm: str, alphas: Sequence[float]) -> float
 
 
 def require_no_class_measurement(evaluation: EvaluationSection) -> None:
-    """Checks that a plan whose tasks have completions instead of classes has no measurement that needs classes.
+    """Checks, for tasks that have completions instead of classes, that no measurement of the plan needs classes.
 
     Raises:
         KfacpackError: If the plan measures negation or disentanglement.
@@ -207,7 +207,7 @@ def require_no_class_measurement(evaluation: EvaluationSection) -> None:
 
 
 def perplexity_entry(result: Score) -> dict[str, float]:
-    """Returns the perplexity as an entry of the results; empty for a task with classes."""
+    """Returns the perplexity as an entry of the results, or an empty dictionary if the task has classes."""
     return {} if result.perplexity is None else {"perplexity": result.perplexity}
 
 
@@ -225,7 +225,7 @@ def count_examples(stage: Stage, task: str, split: str = "test") -> float:
 
 @dataclass(frozen=True, eq=False)
 class AnalysisStage(MeasurementStage):
-    """Base class for measurements on several vectors of one arm."""
+    """Base class for measurements on several task vectors of one arm of the plan."""
 
     kind: ClassVar[str] = "understanding"
     purpose: ClassVar[str] = "disentanglement and localisation of the vectors, drift, and spectra of a bundle"
@@ -263,7 +263,7 @@ class AnalysisStage(MeasurementStage):
         return parse_count(self.examples, self.context.task(task).sizes["test"])
 
     def evaluation_options(self, monitor: StageProgress) -> dict[str, Any]:
-        """Returns the keyword arguments common to all measurements."""
+        """Returns the keyword arguments that all measurement functions share."""
         return {"batch_size": self.context.plan.evaluation.batch_size, "on_progress": monitor.report}
 
     def evaluation_sets(self) -> list[EvaluationSet]:
@@ -277,7 +277,7 @@ class AnalysisStage(MeasurementStage):
 
 @dataclass(frozen=True, eq=False)
 class DisentanglementStage(AnalysisStage):
-    """Measures the disentanglement error ξ(α₁, α₂) of two vectors."""
+    """Measures the disentanglement error ξ(α₁, α₂) of two task vectors, scaled by α₁ and α₂."""
 
     measurement: ClassVar[str] = "disentanglement"
 
@@ -289,7 +289,7 @@ class DisentanglementStage(AnalysisStage):
         return f"{self.measurement}.{'-'.join(self.tasks)}.{self.vectors[0].variant}"
 
     def settings(self) -> dict[str, Any]:
-        """Returns the examples and the values of α."""
+        """Returns the name of the measurement, the examples and the values of α."""
         return {**super().settings(), "alphas": list(self.alphas)}
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
@@ -304,19 +304,22 @@ class DisentanglementStage(AnalysisStage):
 
 @dataclass(frozen=True, eq=False)
 class LocalisationStage(AnalysisStage):
-    """Measures how much each vector changes f (‖Δf‖²) on its own task and on the others."""
+    """Measures how much each task vector changes the output f of the model on its own task and on the others."""
 
     measurement: ClassVar[str] = "localisation"
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
-        """Returns quantiles of ‖Δf‖² and the AUROC of each vector."""
+        """Returns, by vector, the AUROC and quantiles of ‖Δf‖², where Δf is the change in the model's output."""
         options = self.evaluation_options(monitor)
         return localisation(self.context.model, self.evaluation_sets(), self.load_vectors(), **options)
 
 
 @dataclass(frozen=True, eq=False)
 class DriftStage(AnalysisStage):
-    """Compares the drift that the bundles predict with the drift measured on data."""
+    """Compares the drift that the bundles predict with the drift measured on data.
+
+    The drift is the mean over examples of ‖Δf‖², where Δf is the change in the model's output that a vector causes.
+    """
 
     measurement: ClassVar[str] = "drift"
 
@@ -329,11 +332,11 @@ class DriftStage(AnalysisStage):
         return (*self.vectors, *self.bundles)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the examples, including the number of examples for single layers."""
+        """Returns the name of the measurement, the examples, and the number of examples for single layers."""
         return {**super().settings(), "layer_examples": self.layer_examples}
 
     def cost(self) -> float:
-        """Returns the cost of measuring whole vectors and single layers, assuming thirty blocks."""
+        """Returns the cost of measuring whole vectors and single layers, assuming thirty layers."""
         layers = 30.0 * self.layer_examples * len(self.vectors) * len(self.bundles)
         return super().cost() + 3.0 * layers
 

@@ -2,8 +2,8 @@
 
 The model has random weights. Published tasks are replaced by stand-ins with as many examples and classes as the data on
 the Hub, but with blank images or dummy texts. With these, all stages are built, including their keys, commands and
-costs. File sizes are computed from shapes. Times are extrapolated from the number of operations in a forward pass and
-the speed of the GPU.
+costs. File sizes are computed from the shapes of tensors. Times are extrapolated from the number of operations in a
+forward pass and the speed of the GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _IMAGE_SIZE = 256
 
 @dataclass
 class StandInSplit:
-    """Stand-in for a published split. It has as many examples, each a blank image or the same dummy text."""
+    """Stand-in for a split of a published task: as many examples as the split, but blank images or dummy texts."""
 
     source: DataOrigin
     size: int
@@ -82,7 +82,7 @@ class StandInSplit:
 
 @dataclass(frozen=True)
 class StandInTask:
-    """A published task without its data. Implements `Task`."""
+    """Stand-in for a published task, without its data. Implements the protocol `Task`."""
 
     definition: PublishedTask
 
@@ -135,7 +135,7 @@ class StandInTask:
 
 
 def stand_in_task(name: str, data: str | None) -> Task:
-    """Returns a task without reading data: an embedded task, or a stand-in for a published one.
+    """Returns a task without downloading data: an embedded task, or a stand-in for a published task.
 
     Args:
         name: Name of the task, possibly a class split.
@@ -216,7 +216,7 @@ class KindForecast:
 
 @dataclass(frozen=True)
 class OfflineForecast:
-    """The result of an offline check, and the output of `kfacpack run --dry-run --gpu NAME --json`."""
+    """The result of an offline check, which `kfacpack run --dry-run --gpu NAME --json` prints as JSON."""
 
     model: str
     parameters: int
@@ -236,14 +236,17 @@ class OfflineForecast:
 
 
 class _Sizes:
-    """File sizes, computed from shapes."""
+    """Computes the sizes of the stages' files from the shapes of the tensors in them."""
 
     def __init__(self, context: RunContext):
         self._context = context
         self._forecasts: dict[str, Forecast] = {}
 
     def forecast(self, stage: EstimateStage) -> Forecast:
-        """Returns the forecast for a bundle, whose blocks do not depend on the number of examples or probes."""
+        """Returns a forecast of the blocks of a bundle.
+
+        The forecast assumes one example and one probe, because the blocks depend on neither number.
+        """
         if stage.structure not in self._forecasts:
             options = replace(stage.options, fisher="mc", samples=1, compress=None)
             task = self._context.task(stage.task)
@@ -251,7 +254,7 @@ class _Sizes:
         return self._forecasts[stage.structure]
 
     def of(self, stage: Stage) -> int:
-        """Returns the size of a stage's file in bytes; 0 for measurements, whose files are small."""
+        """Returns the size of a stage's file in bytes, or 0 for a measurement, whose file is small."""
         if isinstance(stage, EstimateStage):
             return self._bundle(stage, stage.options.compress, None)
         if isinstance(stage, CompressStage):
@@ -327,11 +330,11 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
         gpu: Name of a GPU that `find_gpu` knows.
 
     Returns:
-        The shapes of the bundles, the sizes of the files and the times of the stages.
+        The sizes of the model, the bundles and the files, and the times of the stages.
 
     Raises:
-        KfacpackError: If the GPU is unknown, or a stage cannot be built; the message starts with the location in the
-            plan.
+        KfacpackError: If the GPU is unknown or a stage cannot be built. The message of an error in the plan starts with
+            its location.
     """
     known_gpu = find_gpu(gpu)
     context = OfflineContext(plan, torch.device("cpu"), 1)

@@ -1,4 +1,4 @@
-"""The contents of a plan: the model, the tasks, the arms to compare and the measurements to make.
+"""The contents of a plan: the model, the tasks, the training variants to compare (arms) and the measurements.
 
 `kfacpack.experiments.plan_sections` defines the sections, and `kfacpack.experiments.plan_file` reads the YAML file.
 """
@@ -36,7 +36,7 @@ from kfacpack.models.families import FAMILIES
 
 
 class Plan(PlanSection):
-    """A complete comparison: model, tasks, arms and measurements."""
+    """A plan, which compares several ways of obtaining task vectors. Each of these ways is called an arm."""
 
     name: ShortText
     model: ModelSection = ModelSection()
@@ -134,12 +134,12 @@ class Plan(PlanSection):
                     return ("arms", arm, "protects", number), problem
             if (section.compress or section.budget) and self.curvature_of(arm).compress:
                 key = "compress" if section.compress else "budget"
-                problem = "the bundles are already compressed by curvature.compress. Remove one of the two settings"
+                problem = "the bundles are already compressed by curvature.compress. Remove that setting or this one"
                 return ("arms", arm, key), problem
         for number, method in enumerate(evaluation.methods):
             if method.compress and self.curvature.compress:
                 problem = f"all bundles are already compressed by curvature.compress: {self.curvature.compress}"
-                return ("evaluation", "methods", number), f"{problem}. Remove one of the two settings"
+                return ("evaluation", "methods", number), f"{problem}. Remove it, or compress from this method"
         measures_drift = evaluation.drift is not None and evaluation.in_depth != ()
         has_factors = (
             measures_drift
@@ -170,7 +170,10 @@ class Plan(PlanSection):
         return None
 
     def regime_of(self, arm: str) -> RegimeName:
-        """Returns the regime of an arm's vectors; "full" for extracted vectors, the results of ordinary fine-tuning."""
+        """Returns the training regime of an arm's vectors.
+
+        For vectors that are extracted from checkpoints, it is "full", as they result from ordinary fine-tuning.
+        """
         return "full" if self.arms[arm].vectors is not None else self.training_of(arm).regime
 
     def training_of(self, arm: str) -> TrainingSection:
@@ -200,13 +203,13 @@ class Plan(PlanSection):
         return tuple(task for task in self.tasks if task.name != name)
 
     def based_at(self, folder: Path) -> Plan:
-        """Sets the folder against which relative paths in the plan are resolved, and returns the plan."""
+        """Sets the base folder of the relative paths in the plan, and returns the plan."""
         self._folder = folder
         return self
 
     @property
     def folder(self) -> Path:
-        """Folder against which relative paths in the plan are resolved."""
+        """Base folder of the relative paths in the plan."""
         return self._folder
 
     @property
@@ -215,7 +218,12 @@ class Plan(PlanSection):
         return self._source_name
 
     def with_locations(self, name: str, locate: Callable[[KeyPath], str]) -> Plan:
-        """Sets the file name and the function that returns a location as file, line and key, and returns the plan."""
+        """Sets the file name and the locations that error messages use, and returns the plan.
+
+        Args:
+            name: Name of the plan file.
+            locate: Function that converts the keys and list indices of a setting to text with file, line and key.
+        """
         self._source_name = name
         self._locate = locate
         return self
@@ -237,7 +245,7 @@ class Plan(PlanSection):
             raise KfacpackError(f"{location}: {error}") from error
 
     def model_folder(self) -> Path | None:
-        """Returns the folder of a local model, such as `t5:DIR`; None for names on the Hub.
+        """Returns the folder of a model that is loaded from a local folder, such as `t5:DIR`, or None for other models.
 
         Raises:
             KfacpackError: If the folder exists in the working directory but not in the folder that contains the plan.
@@ -267,7 +275,7 @@ class Plan(PlanSection):
 
 
 def _mismatch(tasks: list[str], vectors: Mapping[str, str] | None) -> str | None:
-    """Describes how the checkpoints of an arm differ from the tasks of the plan; returns None if they match."""
+    """Describes how the checkpoints of an arm differ from the tasks of the plan, or returns None if they match."""
     if vectors is None:
         return None
     for task in tasks:

@@ -1,4 +1,7 @@
-"""Reads plans from YAML files and reports errors with file, line and key; also contains the plan of `kfacpack demo`."""
+"""Reads plans from YAML files, and reports errors with file, line and key.
+
+The module also contains the plan of `kfacpack demo`.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from kfacpack.training.penalty_weights import STRENGTH
 
 _MAX_BYTES = 1 << 20
 _SCALES = "scales"
-"""Key of the plan entry that contains settings for running the same comparison at other sizes."""
+"""Key under which a plan contains named sets of settings, which run the same comparison at other sizes."""
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML loader without some implicit types of YAML 1.1: base-60 numbers (`0:2:0.1`) and booleans such as `no`."""
+    """YAML loader that, unlike YAML 1.1, reads dates, base-60 numbers (`1:30`) and booleans such as `no` as text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the name and type are PyYAML's
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
@@ -130,7 +133,7 @@ def _overridden(settings: Any, override: Any) -> Any:
 
 
 def _content(text: str, name: str) -> dict[str, Any]:
-    """Parses the text of a plan or of a file with settings for a scale, without validating the keys."""
+    """Parses the text of a plan, or of a file with settings that override a plan, without validating the keys."""
     with _convert_yaml_errors(name):
         content = _with_text_keys(_Loader(text).get_single_data())
     if not isinstance(content, dict):
@@ -162,7 +165,7 @@ def parse(text: str, name: str) -> Plan:
         content.pop(_SCALES, None)
 
     def locate(key_path: KeyPath) -> str:
-        """Returns a location as file, line and key; for an unknown key, the line is that of its parent."""
+        """Returns a location as text: file, line and key. A key that is not in the file gets the line of its parent."""
         present = key_path
         while present not in lines:
             present = present[:-1]
@@ -235,7 +238,7 @@ _MESSAGES = {
     "bool_type": "expected true or false",
     "bool_parsing": "expected true or false",
 }
-"""Messages that replace those of pydantic that mention Python types, by error type."""
+"""Messages by type of pydantic error. They replace those messages of pydantic that mention Python types."""
 
 
 def _describe(key_path: KeyPath, error: Any) -> str:
@@ -268,7 +271,7 @@ _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {
     ("evaluation", "localisation"): plans.ExamplesSection,
     ("evaluation", "drift"): plans.DriftSection,
 }
-"""Section classes by location. The locations do not include the names of arms or list indices."""
+"""Classes of the sections of a plan, by location. Locations contain neither the names of arms nor list indices."""
 
 
 def _expected_keys(key_path: Sequence[str | int]) -> list[str]:

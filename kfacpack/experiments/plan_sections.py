@@ -79,7 +79,7 @@ class TaskSection(PlanSection):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if not re.fullmatch(r"[\w.@/+ -]+", name) or name.startswith((".", "/")) or ".." in name:
-            raise ValueError("expected letters, digits and -_.@/+")
+            raise ValueError("expected letters, digits, spaces and -_.@/+, no `..`, and no leading dot or slash")
         return name
 
 
@@ -163,7 +163,10 @@ class TrainingSection(PlanSection):
 
     @property
     def key(self) -> dict[str, Any]:
-        """The settings that determine a vector. Settings added in later versions are omitted at their defaults."""
+        """The settings that determine a vector.
+
+        Settings that later versions of kfacpack added are omitted if they have their default values.
+        """
         added = ("compile", "clip", "keep", "mask")
         defaults = {name: TrainingSection.model_fields[name].default for name in added}
         return {name: value for name, value in self.model_dump().items() if defaults.get(name, ...) != value}
@@ -186,7 +189,7 @@ class ArmSection(PlanSection):
     rank: Positive = 1
     strength: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] | None = None
     preset: Literal["tak"] | None = None
-    """`tak` uses the scaling and the group weights of the paper; `strength` must then be given."""
+    """`tak` uses the scaling and the group weights of the TAK paper; `strength` must then be given."""
     every: Positive = 1
     """Interval of the penalty in steps: with N, the penalty is applied at every N-th step."""
     compress: CodecSpec | None = None
@@ -208,7 +211,7 @@ class ArmSection(PlanSection):
 
     @property
     def lam(self) -> float:
-        """λ: the `strength` of the arm, or the default for its penalty and the metric of its bundles."""
+        """Strength λ of the penalty. Its default depends on the kind of penalty and on the metric of the bundles."""
         return resolve_strength(self.strength, on_data=self.penalty == "data", metric=self._metric)
 
     @model_validator(mode="after")
@@ -231,7 +234,9 @@ class ArmSection(PlanSection):
         if self.rank > 1 and self.rule != "optimal":
             raise ValueError(f"rank requires rule: optimal; got rule: {self.rule}")
         if self.preset and self.strength is None:
-            raise ValueError("preset requires strength, the λ in the paper for this model, such as 100 for ViT-B/32")
+            raise ValueError(
+                "preset requires strength: the λ that the paper gives for the model, such as 100 for ViT-B/32"
+            )
         if self.compress and self.budget:
             raise ValueError("expected either compress or budget, got both")
         return self
@@ -255,7 +260,7 @@ class MethodSection(PlanSection):
 
     @property
     def all_settings(self) -> dict[str, Any]:
-        """All settings of the method, with their defaults."""
+        """All settings of the method; those that the plan does not give have their default values."""
         return METHODS[self.name].of(self.settings).settings
 
     @property
@@ -266,7 +271,7 @@ class MethodSection(PlanSection):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: Any) -> Any:
-        """Expands a bare name to a mapping, and fills in the label."""
+        """Expands a method that is given only by its name to a mapping, and fills in the label."""
         value = {"name": value} if isinstance(value, str) else value
         if not isinstance(value, dict) or "label" in value:
             return value
@@ -309,7 +314,7 @@ class PairsSection(PlanSection):
 
 
 class ExamplesSection(PlanSection):
-    """Settings for a measurement that needs only the number of examples."""
+    """Settings for a measurement whose only setting is the number of examples."""
 
     examples: Examples = "200"
 

@@ -64,7 +64,7 @@ class StageActor:
         """Loads the model, and checks that this node has the same versions, model and data as the scheduler.
 
         Returns:
-            The message for the scheduler: ready or failed.
+            The message for the scheduler, whose event is `ready` or `failed`.
         """
         import torch
 
@@ -183,7 +183,7 @@ class RayWorker(StageWorker):
         return f"worker {self.number}" + (f" on {self.node}" if self.node else "")
 
     def location(self) -> dict[str, Any]:
-        """Returns the number, the device and the node."""
+        """Returns the fields that identify the worker in an event: its number, its device and its node."""
         return {**super().location(), "node": self.node}
 
     def start(self, stage: Stage) -> None:
@@ -291,7 +291,7 @@ class RayPool(WorkerPool):
             ray.shutdown()
 
     def replace(self, worker: StageWorker) -> None:
-        """Terminates the actor; another one is then started on any node with free resources."""
+        """Terminates the actor of a worker. Another actor is then started on any node with free resources."""
         assert isinstance(worker, RayWorker)
         ray.kill(worker.actor)
         self._workers.remove(worker)

@@ -18,11 +18,11 @@ from kfacpack.format.writer import write_atomically
 
 
 def render_page(report: ReportContent, drawings: Mapping[str, Mapping[str, bytes]]) -> str:
-    """Renders the report as HTML without scripts, network access or other files.
+    """Renders the report as one self-contained HTML page, which needs no scripts, network access or other files.
 
     Args:
         report: The content of the page.
-        drawings: Contents of the SVG files, by name of the figure file and by theme.
+        drawings: Contents of the SVG files, by name of the figure and by theme.
     """
     # Imported here, so that invalid results are reported without waiting for Jinja and Matplotlib.
     from jinja2 import Environment, StrictUndefined
@@ -85,9 +85,10 @@ def report(
 ) -> Path:
     """Writes the report of a run as one HTML page.
 
-    A JSON file with the same name contains every number of the page; the folder `figures` beside it contains every
-    figure as SVG and PNG. If the report replaces an older one, figures of the older report that are no longer used are
-    removed. The page is written last. The same results give the same bytes.
+    A JSON file with the name of the page, but the suffix `.json`, contains every number of the page. The folder
+    `figures` beside the page contains every figure as SVG and PNG. If the report replaces an older one, figures of the
+    older report that are no longer used are removed. The page is written after all other files. The same results always
+    give the same bytes.
 
     Args:
         run_dir: Folder of a run, with `results.json` and, optionally, `times.json`.
@@ -126,7 +127,7 @@ def _check_output(folder: Path, page: Path) -> None:
     numbers = page.with_suffix(".json")
     for name in ("results.json", "times.json"):
         if numbers.exists() and (folder / name).exists() and numbers.samefile(folder / name):
-            raise KfacpackError(f"{page}: the JSON file for this page would overwrite {numbers}; choose another name")
+            raise KfacpackError(f"{page}: the JSON file for this page would overwrite {numbers}; rename the page")
 
 
 def _remove_old_figures(page: Path, content: ReportContent) -> None:
@@ -144,13 +145,13 @@ def _remove_old_figures(page: Path, content: ReportContent) -> None:
 
 
 def _figure_files(content: ReportContent) -> set[str]:
-    """Returns the names of all files in the folder of figures."""
+    """Returns the names of all files that are written for the figures of a report."""
     pictures = [picture.file for section in content.sections for picture in section.pictures]
     return {f"{name}{suffix}" for name in pictures for suffix in _SUFFIXES}
 
 
 def _draw(content: ReportContent, folder: Path, on_progress: Callable[[int, int], None]) -> dict[str, dict[str, bytes]]:
-    """Writes all figures to the folder; returns the contents of the SVG files by name and theme."""
+    """Writes all figures to the folder, and returns the contents of the SVG files by name and theme."""
     pictures = [picture for section in content.sections for picture in section.pictures]
     if pictures:
         try:
@@ -166,7 +167,7 @@ def _draw(content: ReportContent, folder: Path, on_progress: Callable[[int, int]
 
 
 def _draw_figure(picture: ReportFigure, folder: Path) -> dict[str, bytes]:
-    """Writes a figure as SVG in each theme and as PNG in the light theme; returns the SVG contents by theme."""
+    """Writes a figure as SVG in each theme and as PNG in the light theme, and returns the SVG contents by theme."""
     # Imported here because importing Matplotlib is slow.
     from kfacpack.experiments.figure_style import THEMES, save
     from kfacpack.experiments.figures import FIGURES

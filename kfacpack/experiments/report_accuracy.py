@@ -27,15 +27,16 @@ from kfacpack.experiments.results_schema import (
 _MAX_NORMALISED = 3
 """Maximum number of merge methods for which the tables by task also contain normalised accuracies."""
 _MOSTLY_RECOVERED = 0.75
-"""Minimum recovered fraction for which the report states that the vectors of an arm can be added as they are."""
+"""Minimum of the column "recovered" at which the report states that the vectors of an arm can be added as they are."""
 
 
 def headline(results: Results) -> list[Cell]:
     """Returns the conclusion of the report.
 
-    It compares the best arm whose penalty needs no data from other tasks with the arm without a penalty. Without such a
-    pair of arms, it compares the best arm with the single vectors. If there are no penalties but several merge methods,
-    it compares the best method with the sum.
+    The conclusion compares the arm without a penalty with the best of the arms whose penalties need no data of other
+    tasks. If there is no such pair of arms, it states the accuracies of the best arm with all vectors added and with
+    each task's own vector. If no arm has a penalty but there are several merge methods, it compares the best method
+    with the sum of the vectors.
     """
     if len(results.methods) > 1 and all(arm.penalty is None for arm in results.arms):
         return _method_headline(results)
@@ -62,7 +63,7 @@ def headline(results: Results) -> list[Cell]:
 
 
 def _perplexity_sentences(best: Summary, plain: Summary | None) -> list[Cell]:
-    """Returns sentences on the perplexity with and without a penalty; empty if no task has completions."""
+    """Returns sentences on the perplexity with and without a penalty, or an empty list if no task has completions."""
     sentences = []
     for row in (best, *([plain] if plain and plain != best else [])):
         if row.added_perplexity is not None:
@@ -93,7 +94,14 @@ def _method_headline(results: Results) -> list[Cell]:
 
 
 def _conclusion(best: Summary, plain: Summary) -> str:
-    """Returns a sentence that compares an arm with the arm without a penalty; empty if neither conclusion holds."""
+    """Returns a sentence on how the penalty of the arm `best` affects the interference between vectors.
+
+    Returns an empty string if the results do not show how much of the accuracy loss the penalty recovers.
+
+    Args:
+        best: Summary of an arm with a penalty.
+        plain: Summary of the arm without a penalty.
+    """
     if plain.added >= plain.individual:
         return "These vectors do not interfere with each other, with or without a penalty. "
     if best.recovered is None:
@@ -121,14 +129,14 @@ def summary(results: Results) -> Section:
 
 
 def _removed_note(results: Results) -> str:
-    """Returns the explanation of the column "removed"; empty if the results contain no negation."""
+    """Returns the explanation of the column "removed", or an empty string if the results contain no negation."""
     if all(row.removed is None for row in results.summary):
         return ""
     return " “Removed” is the fraction of a task's margin over chance that is lost when its vector is subtracted."
 
 
 def _summary_table(results: Results) -> ReportTable:
-    """Returns the table of means; columns without any value are omitted."""
+    """Returns the table of means over tasks and seeds, without columns that have no values."""
     several = len(results.seeds) > 1
 
     def cells(row: Summary) -> list[Cell]:
@@ -169,7 +177,7 @@ def _arms_table(results: Results) -> ReportTable:
 
 
 def _methods_tables(results: Results) -> list[ReportTable]:
-    """Returns the table of merge methods, if one of them has settings or needs bundles."""
+    """Returns a list with the table of merge methods, or an empty list if none has settings or needs bundles."""
     if not any(method.needs_bundles or method.settings for method in results.methods):
         return []
     rows = [
@@ -340,7 +348,7 @@ def _method_sweeps(arm: ArmResult) -> dict[str, SweepResult]:
 
 
 def _best_alphas(arm: ArmResult, label: str) -> list[BestAlpha]:
-    """Returns the best α of a merge method for each seed; empty if the method was evaluated only at α = 1."""
+    """Returns the best α of a merge method for each seed, or an empty list if only α = 1 was evaluated."""
     is_first = label == next(iter(arm.seeds[0].added))
     entries = [seed.best if is_first else seed.added[label].best for seed in arm.seeds]
     return [entry for entry in entries if entry]

@@ -48,7 +48,7 @@ def disentanglement(results: Results) -> Section | None:
 
 
 def localisation(results: Results) -> Section | None:
-    """Returns the section on localisation: on which tasks the vectors change the model's output."""
+    """Returns the section on localisation, which shows on which tasks the vectors change the model's output."""
     by_arm = [
         (number, arm, seeds)
         for number, arm in enumerate(results.arms, 1)

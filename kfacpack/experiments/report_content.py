@@ -1,7 +1,7 @@
 """The content of a report: sections with text, tables and figures, and all numbers at full precision.
 
-This is the content of `report.json`, from which the page is rendered. The module also contains helpers that average
-over seeds and build file names.
+The HTML page is rendered from this content, and the JSON file beside the page stores it. The module also contains
+helpers that average over seeds and build file names.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ReportModel(BaseModel):
 
 
 class Cell(ReportModel):
-    """A value and its format."""
+    """A value in a table or a sentence, with the format in which it is shown."""
 
     kind: CellKind
     value: int | float | str | None
@@ -68,7 +68,7 @@ class Cell(ReportModel):
 
     @property
     def shown(self) -> str:
-        """The formatted value."""
+        """The value as it is shown on the page."""
         if self.value is None:
             return MISSING
         if isinstance(self.value, str):
@@ -86,7 +86,7 @@ class ReportTable(ReportModel):
     folded: bool = False
     """Whether the table is collapsed until the reader opens it."""
     last_is_mean: bool = False
-    """Whether the last row holds the means of the others."""
+    """Whether the last row contains the means of the other rows."""
 
 
 class ReportFigure(ReportModel):
@@ -112,7 +112,7 @@ class CodeListing(ReportModel):
 
 
 class Section(ReportModel):
-    """A section of the page."""
+    """A section of the page, with an explanation, tables, figures and listings."""
 
     id: str
     title: str
@@ -124,17 +124,17 @@ class Section(ReportModel):
 
 
 class ReportContent(ReportModel):
-    """The content of a report."""
+    """The content of a report, which is also stored in its JSON file."""
 
     format: Literal["kfacpack.report/1"] = "kfacpack.report/1"
     title: str
     headline: list[Cell]
-    """One or two sentences, divided into cells of text and numbers."""
+    """The conclusion: sentences that are divided into cells of text and numbers."""
     sections: list[Section]
 
 
 def text(value: str | None) -> Cell:
-    """Returns a text cell."""
+    """Returns a cell that shows text."""
     return Cell(kind="text", value=value)
 
 
@@ -153,7 +153,7 @@ def over_seeds(kind: CellKind, values: Iterable[float | None]) -> Cell:
 
 
 def mean_sweep(seeds: Sequence[SeedResult | AddedResult]) -> SweepResult | None:
-    """Averages the sweeps of an arm, or of one of its merge methods, over seeds; None if there are no sweeps."""
+    """Averages the sweeps of an arm or merge method over seeds, or returns None if there are no sweeps."""
     sweeps = [seed.sweep for seed in seeds if seed.sweep]
     if not sweeps:
         return None
@@ -179,7 +179,7 @@ def mean_maps(seeds: Sequence[SeedResult]) -> list[tuple[DisentanglementResult, 
 
 
 def ratios(pairs: Iterable[DriftPair]) -> tuple[Cell, Cell]:
-    """Returns the median ratio of predicted to measured drift, and the share of ratios within a factor of two."""
+    """Returns the median ratio of predicted to measured drift, and the share of ratios between 1/2 and 2."""
     quotients = [pair.predicted / pair.measured for pair in pairs if pair.measured > 0]
     if not quotients:
         return Cell(kind="number", value=None), Cell(kind="percent", value=None)

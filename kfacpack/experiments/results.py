@@ -1,7 +1,7 @@
 """Collects the results of a run for `results.json`, and records the progress of the run.
 
 The content of `results.json` depends neither on the clock, nor on how often the run was interrupted, nor on the number
-of workers. Times and events are written separately by `RunRecord`, to `events.jsonl` and `times.json`.
+of workers. `RunRecord` writes the events and times of the run to two other files, `events.jsonl` and `times.json`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 RESULTS, TIMES, EVENTS = "results.json", "times.json", "events.jsonl"
 _NOISE = 1e-9
-"""Differences below this value are rounding errors of means. One example in ten million changes a mean by 1e-7."""
+"""Differences between mean accuracies below this value are rounding errors.
+
+A single prediction changes an accuracy by more: by 1e-7 with ten million examples.
+"""
 
 
 def results(graph: StageGraph, text: str) -> dict[str, Any]:
@@ -107,7 +110,7 @@ def _penalty(arm: ArmSection) -> dict[str, Any] | None:
 
 
 def _arm_settings(graph: StageGraph, arm: str) -> dict[str, Any]:
-    """Returns the settings of an arm that override those of the plan, and the size of its bundles."""
+    """Returns the settings of an arm that override those of the plan, and the mean size of its bundles."""
     section = graph.plan.arms[arm]
     names = {"compress", "budget", "protects", "curvature", "training"} & section.model_fields_set
     settings = section.model_dump(mode="json", include=names, exclude_unset=True)
@@ -209,7 +212,8 @@ def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Returns:
         One entry for each arm and merge method. `recovered` is the fraction by which an arm reduces the accuracy loss
-        from adding, compared with the baseline arm; None if there is no baseline, or if it has no loss.
+        from adding, compared with the baseline arm. It is None for the baseline arm itself, for all methods except the
+        first, and if there is no baseline arm or if adding costs the baseline arm no accuracy.
     """
     lines = [_line(arm, method) for arm in arms for method in arm["seeds"][0]["added"]]
     baseline = next((line for line in lines if line["arm"] == BASELINE), None)
@@ -271,7 +275,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def spread(values: list[float]) -> float:
-    """Returns the sample standard deviation; 0 for a single value."""
+    """Returns the sample standard deviation, or 0 for a single value."""
     return stdev(values) if len(values) > 1 else 0.0
 
 
@@ -346,7 +350,7 @@ class RunRecord:
         self.write_times()
 
     def write_times(self) -> None:
-        """Writes the durations of all stages, including those of earlier runs and of other plans in the folder."""
+        """Writes the durations of all stages, including those of other plans that were run in the same folder."""
         content = {
             "stages": [
                 {
@@ -375,7 +379,7 @@ def open_events(root: Path) -> IO[str]:
 
 
 def _read_times(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads the durations from earlier runs, by key; an unreadable file is ignored because nothing depends on it."""
+    """Reads the durations from earlier runs, by stage key. An unreadable file is ignored: no result depends on it."""
     try:
         content = json.loads(path.read_bytes())
         stages = [*content["stages"], *content.get("others", ())]

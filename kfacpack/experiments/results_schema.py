@@ -49,7 +49,7 @@ class ResultModel(BaseModel):
 
 
 class SweepResult(ResultModel):
-    """Accuracy at every α."""
+    """Accuracy on each task, and the mean accuracy, at every scale α of a combined vector."""
 
     alphas: list[FiniteFloat] = Field(min_length=1)
     tasks: dict[str, list[FiniteFloat]]
@@ -74,12 +74,12 @@ class DisentanglementResult(ResultModel):
     def _check_square(self) -> DisentanglementResult:
         size = len(self.alphas)
         if len(self.xi) != size or any(len(row) != size for row in self.xi):
-            raise ValueError(f"xi: expected {size} rows of {size} numbers, one for each of the alphas")
+            raise ValueError(f"xi: expected {size} rows of {size} numbers, as there are {size} alphas")
         return self
 
 
 class Quantiles(ResultModel):
-    """Mean and 5, 25, 50, 75 and 95 % quantiles of ‖Δf‖² over examples."""
+    """Mean and 5, 25, 50, 75 and 95 % quantiles over examples of ‖Δf‖², where Δf is a change in the model's output."""
 
     examples: NonNegativeInt
     mean: FiniteFloat
@@ -87,7 +87,7 @@ class Quantiles(ResultModel):
 
 
 class LocatedTask(ResultModel):
-    """Change ‖Δf‖² that one vector causes on its own task and on the others."""
+    """Change in the model's output that one vector causes on its own task (`on`) and on the other tasks (`off`)."""
 
     on: Quantiles
     off: Quantiles
@@ -96,14 +96,14 @@ class LocatedTask(ResultModel):
 
 
 class LocalisationResult(ResultModel):
-    """Localisation results for all vectors of an arm."""
+    """Changes in the model's output that each vector of an arm causes, and the mean AUROC of the vectors."""
 
     vectors: dict[str, LocatedTask] = Field(min_length=1)
     auroc: FiniteFloat
 
 
 class DriftPair(ResultModel):
-    """Predicted and measured drift of one vector on one task."""
+    """Drift that one vector causes on one task, as predicted by a bundle and as measured on data."""
 
     vector: str
     task: str
@@ -112,7 +112,7 @@ class DriftPair(ResultModel):
 
 
 class LayerDrift(DriftPair):
-    """Predicted and measured drift of a single block of one vector on one task."""
+    """Drift that a single layer of one vector causes on one task, as predicted by a bundle and as measured on data."""
 
     block: str
 
@@ -125,7 +125,7 @@ class DriftResult(ResultModel):
 
 
 class Spectrum(ResultModel):
-    """Eigenvalues of one factor, at selected ranks."""
+    """Eigenvalues of one curvature factor, at selected ranks."""
 
     name: str
     side: str
@@ -144,7 +144,7 @@ class Spectrum(ResultModel):
 
 
 class SpectraResult(ResultModel):
-    """Eigenvalues of the factors of one bundle."""
+    """Eigenvalues of the curvature factors of one bundle."""
 
     blocks: list[Spectrum] = Field(min_length=1)
 
@@ -164,7 +164,7 @@ class NegatedTask(ResultModel):
 
 
 class NegationResult(ResultModel):
-    """Results of negating each task of an arm."""
+    """Results of subtracting the vector of each task of an arm from the model."""
 
     control: str
     keep: FiniteFloat
@@ -172,17 +172,17 @@ class NegationResult(ResultModel):
 
 
 class TaskAccuracy(ResultModel):
-    """Accuracy with the combined vectors, absolute and relative to that with the task's own vector."""
+    """Accuracy with the combined vectors, and this accuracy divided by that with the task's own vector."""
 
     accuracy: FiniteFloat
     normalized: FiniteFloat | None
     examples: NonNegativeInt | None = None
     perplexity: FiniteFloat | None = None
-    """Perplexity per token if the task has completions, whose accuracy is also per token; null if it has classes."""
+    """Perplexity per token of a task with completions; null for a task with classes."""
 
 
 class BestAlpha(ResultModel):
-    """The α selected on the validation examples, with its mean accuracies."""
+    """The α selected on the validation examples, with the mean accuracies at this α."""
 
     alpha: FiniteFloat
     validation: FiniteFloat
@@ -264,7 +264,7 @@ class Summary(ResultModel):
     control_kept: FiniteFloat | None = None
     auroc: FiniteFloat | None = None
     individual_perplexity: FiniteFloat | None = None
-    """Geometric mean over the tasks with completions and the seeds."""
+    """Geometric mean over all seeds and all tasks with completions."""
     added_perplexity: FiniteFloat | None = None
 
 
@@ -276,7 +276,7 @@ class PlanInfo(ResultModel):
 
 
 class ModelInfo(ResultModel):
-    """Identity of the model."""
+    """Name, family and hash of the model."""
 
     name: str
     family: str
@@ -284,7 +284,7 @@ class ModelInfo(ResultModel):
 
 
 class TaskInfo(ResultModel):
-    """Size and source of a task."""
+    """Number of classes, number of examples and source of a task."""
 
     name: str
     classes: NonNegativeInt
@@ -306,7 +306,7 @@ class MethodInfo(ResultModel):
 
 
 class BundleInfo(ResultModel):
-    """The bundle of one task."""
+    """File, size and settings of the bundle of one task."""
 
     task: str
     structure: str
@@ -321,7 +321,7 @@ class BundleInfo(ResultModel):
 
 
 class MergeInfo(ResultModel):
-    """A merged bundle."""
+    """File, size, settings and relative error of a merged bundle."""
 
     rule: str
     rank: int = 1
@@ -424,19 +424,19 @@ def read_results(folder: Path) -> Results:
     """
     file = folder / "results.json"
     if not file.is_file():
-        raise KfacpackError(f"{folder}: no results.json in this folder; expected the folder of a `kfacpack run`")
+        raise KfacpackError(f"{folder}: no results.json in this folder; expected a folder that `kfacpack run` wrote")
     content = _read_json(file)
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT:
         raise KfacpackError(
             f"{file}: not the results of a run: format is {printable(repr(version))}, expected {FORMAT!r}. "
-            "Pass the folder of a `kfacpack run`; to read results from a newer version, install that version"
+            "Pass a folder that `kfacpack run` wrote; to read the results of a newer version, install that version"
         )
     return _validate(file, content, Results)
 
 
 def read_times(folder: Path) -> Times | None:
-    """Reads and validates `times.json` in the folder of a run; returns None if there is no such file.
+    """Reads and validates `times.json` in the folder of a run, or returns None if there is no such file.
 
     Raises:
         KfacpackError: If the file is damaged.

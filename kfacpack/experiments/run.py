@@ -186,7 +186,7 @@ class RunContext:
         }
 
     def use_keys(self, keys: dict[str, Any]) -> None:
-        """Uses hashes that another process computed, as returned by its method `shared_keys`."""
+        """Uses the hashes that `shared_keys` returned in another process, instead of computing them."""
         self.model_key = keys["model"]
         self.environment = keys["environment"]
         self._fingerprints = {(task, split): value for task, split, value in keys["data"]}
@@ -256,7 +256,7 @@ def run(
     ray: str | None = None,
     scale: str | None = None,
 ) -> dict[str, Any]:
-    """Runs a plan, like `kfacpack run`: estimates, merges, trains, adds and measures.
+    """Runs a plan, as `kfacpack run` does: computes bundles and task vectors, merges them, and evaluates the results.
 
     Args:
         plan: Path of the plan, a YAML file.
@@ -264,7 +264,7 @@ def run(
             files are not computed again.
         device: Device of the model; `"auto"` uses the first GPU, if there is one.
         show: Called for each stage that is executed; returns a context manager that yields the progress callback.
-        stopped: Function that returns True when the run should stop. Calling `run` again resumes it.
+        stopped: Function that returns True when the run should stop. A second call of `run` resumes the stopped run.
         jobs: Number of processes that compute independent stages. With 1, stages run in this process; with None, the
             number is chosen as by `kfacpack run`. The results do not depend on the number.
         threads: Number of threads of each stage, which affects rounding. Defaults to OMP_NUM_THREADS or, if that is not
@@ -302,9 +302,9 @@ class Run:
         text: The plan's YAML text, which is recorded in the results.
         root: Folder of the run.
         device: Device of the model.
-        jobs: Maximum number of processes that compute stages, reduced if they do not fit into memory; None for the
-            default, see `default_jobs`. If there are several, the constructor may start them, and the object must be
-            used as a context manager, which terminates them.
+        jobs: Maximum number of processes that compute stages; None for the default, see `default_jobs`. Fewer processes
+            are used if memory is short. With several processes, the constructor may start some of them, and the object
+            must be used as a context manager, which terminates them.
         threads: Number of threads of each stage; None for the default, see `stage_threads`.
         ray: Address of a Ray cluster that computes the stages (see `RayPool`); None for processes on this machine.
 
@@ -417,7 +417,7 @@ class Run:
         return content
 
     def _start_workers(self) -> WorkerPool | None:
-        """Starts the workers and returns their pool; returns None if this process computes the stages."""
+        """Starts the workers and returns their pool, or returns None if this process computes the stages."""
         pending = len(self.pending())
         jobs = min(self.jobs, pending)
         self._pool.resize(jobs if jobs > 1 else 0)
@@ -475,7 +475,7 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _exclusive_lock(root: Path) -> Iterator[None]:
-    """Locks the folder of the run, because two runs would overwrite each other's partial files."""
+    """Locks the folder of the run against other runs, because two runs would overwrite each other's partial files."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".lock").open("w")
@@ -486,6 +486,6 @@ def _exclusive_lock(root: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise KfacpackError(
-                f"{root}: another run is using this folder; wait for it, or choose another output folder"
+                f"{root}: another run is using this folder; wait until it ends, or choose another output folder"
             ) from error
         yield

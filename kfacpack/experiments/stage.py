@@ -49,7 +49,7 @@ def command(*words: object) -> str:
 
 
 def optional(flag: str, value: object, default: object = None) -> tuple[object, ...]:
-    """Returns a flag and its value, or an empty tuple if the value is the default."""
+    """Returns a command-line flag and its value, or an empty tuple if the value is the default."""
     return () if value == default else (flag, value)
 
 
@@ -69,12 +69,15 @@ def model_options(plan: Plan, root: Path) -> tuple[object, ...]:
 
 
 def params_setting(plan: Plan) -> dict[str, Any]:
-    """Returns the patterns of the plan's parameters as a setting of a stage; empty if the plan does not choose any."""
+    """Returns the setting `params` of a stage, which contains the parameter patterns of the plan.
+
+    Returns an empty dictionary if the plan has no parameter patterns.
+    """
     return {"params": list(plan.model.params)} if plan.model.params else {}
 
 
 def params_options(plan: Plan) -> tuple[str, ...]:
-    """Returns the command-line options that choose the parameters of the plan."""
+    """Returns the options `--params` of a command line, with the parameter patterns of the plan."""
     return tuple(word for pattern in plan.model.params or () for word in ("--params", pattern))
 
 
@@ -101,8 +104,8 @@ def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
         prefix: Text to put before the path in the same word.
 
     Returns:
-        A path relative to `root`. Absolute paths and dataset addresses are kept as written; a path with variables is
-            returned as a `QuotedWord`.
+        The converted path. Relative paths become relative to `root`. Absolute paths and dataset addresses are kept as
+            written. An absolute path with variables or `~` is returned as a `QuotedWord`.
     """
     if is_dataset_address(path):
         return prefix + path
@@ -178,10 +181,10 @@ class Stage(ABC):
 
     @abstractmethod
     def cost(self) -> float:
-        """Returns the approximate cost, in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes of one example."""
 
     def command(self) -> str | None:
-        """Returns the command that writes the same file in the folder of the run; None if there is no such command."""
+        """Returns the command line that writes the same file in the folder of the run, or None if there is none."""
         return None
 
     @cached_property
@@ -199,7 +202,11 @@ class Stage(ABC):
 
     @property
     def path(self) -> Path:
-        """Path of the file with this key, whatever its name; if there is none, path of the file to be written."""
+        """Path of the file of this stage.
+
+        If a file with this key exists, this is its path, even if the readable part of its name differs. Otherwise, it
+        is the path to which the file will be written.
+        """
         end = f"{self.key[:12]}{self.suffix}"
         # Names may be truncated: the key alone identifies the file.
         name = self.name.replace("/", "-").replace(" ", "-").encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
@@ -210,7 +217,7 @@ class Stage(ABC):
 
     @property
     def file(self) -> str:
-        """The path relative to the folder of the run."""
+        """Path of the file, relative to the folder of the run."""
         return str(self.path.relative_to(self.root))
 
     @property

@@ -39,7 +39,7 @@ StageT = TypeVar("StageT")
 
 @dataclass(frozen=True)
 class ArmRun:
-    """The stages of one arm with one seed."""
+    """The stages of one arm of a plan with one seed."""
 
     arm: str
     seed: int
@@ -98,7 +98,7 @@ class StageGraph:
         return self.context.plan
 
     def in_order(self) -> list[Stage]:
-        """Returns every stage once, each after its inputs; for each seed, stages of the same kind are consecutive."""
+        """Returns every stage once, each after its inputs. For each seed, stages of the same kind are consecutive."""
         requested: list[Stage] = list(self.base.values())
         for seed in self.plan.seeds:
             of_seed = [arm_run for arm_run in self.arm_runs if arm_run.seed == seed]
@@ -151,7 +151,7 @@ class StageGraph:
         return kind(self.context, self.root, *settings)
 
     def _method_bundles(self, method: MethodSection, seed: int) -> tuple[EstimateStage | CompressStage, ...]:
-        """Returns the stages that write the bundles of all tasks; empty if the method needs no bundles."""
+        """Returns the stages that write the bundles of all tasks, or an empty tuple if the method needs no bundles."""
         if not method.needs_bundles:
             return ()
         bundles = [self._bundle("kronecker", task.name, seed) for task in self.plan.tasks]
@@ -217,7 +217,7 @@ class StageGraph:
 
 
 def _visit(stage: Stage, ordered: dict[str, Stage]) -> None:
-    """Adds the inputs of a stage, depth first, and then the stage itself."""
+    """Adds the inputs of a stage to `ordered`, depth first, and then the stage itself."""
     if stage.key in ordered:
         return
     for dependency in stage.inputs:

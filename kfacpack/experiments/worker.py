@@ -31,7 +31,7 @@ _PROGRESS_SECONDS = 0.1
 
 
 def run_setup(plan: Plan, text: str) -> dict[str, Any]:
-    """Returns settings, to be sent as JSON, from which `open_context` builds the context of the run in a worker.
+    """Returns settings that can be sent as JSON, and from which `open_context` builds the run's context in a worker.
 
     Args:
         plan: The plan.
@@ -81,7 +81,7 @@ def compute(
         on_warning: Called with the text of each `PenaltyWarning`.
 
     Returns:
-        The message for the scheduler: finished, interrupted or failed.
+        The message for the scheduler, whose event is `finished`, `interrupted` or `failed`.
     """
     from kfacpack.estimation.resume import Interrupted
     from kfacpack.experiments.run import peak_bytes
@@ -128,7 +128,7 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 class _WorkerProcess:
-    """The program of a worker process: receives stages on stdin and sends messages to stdout."""
+    """The program of a worker process, which receives keys of stages on stdin and sends messages to stdout."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -186,7 +186,7 @@ class _WorkerProcess:
             return self._lines.pop(0)
 
     def _read(self) -> None:
-        """Receives messages. The input ends when the scheduling process exits."""
+        """Receives messages. When the scheduling process exits, the input ends, and this process exits as well."""
         for line in sys.stdin.buffer:
             message = json.loads(line)
             if "stop" in message:

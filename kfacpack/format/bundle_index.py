@@ -1,9 +1,9 @@
-"""Bundles in several files: an index, `NAME.kfac.index.json`, and shards, each of which is a bundle with some blocks.
+"""Bundles that are stored in several files: an index, `NAME.kfac.index.json`, and shards.
 
-The index lists the shards with their digests and contains the header that the bundle would have as a single file. The
-manifest and the digest of a bundle are therefore the same in both forms. The index is written after all shards and then
-renamed into place. The names of shards contain their digests, so a new bundle never overwrites the shards of an old
-one.
+Each shard is itself a bundle, which contains some of the blocks. The index lists the shards with their digests and
+contains the header that the bundle would have as a single file. The manifest and the digest of a bundle are therefore
+the same in both forms. The index is written after all shards and then renamed into place. The names of shards contain
+their digests, so a new bundle never overwrites the shards of an old one.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class ShardEntry(NamedTuple):
     nbytes: int
     """Size in bytes."""
     sha256: str
-    """The seal of the shard, which identifies its content."""
+    """The seal of the shard, a SHA-256 that identifies the content of the shard."""
 
 
 def is_index(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path has the file name of an index."""
+    """Returns whether a path has the file name of an index, `NAME.kfac.index.json`."""
     return os.fspath(path).endswith(INDEX_SUFFIX)
 
 
 def open_container(path: str | os.PathLike[str]) -> Container:
-    """Opens a safetensors file or a bundle in several files.
+    """Opens a safetensors file, or a bundle that is stored in several files.
 
     Args:
         path: A path or an `hf://` reference. For a bundle in several files, the path or reference of its index.
@@ -73,7 +73,7 @@ def open_container(path: str | os.PathLike[str]) -> Container:
     if is_index(location):
         return ShardedContainer(location)
     if isinstance(location, Path) and not location.exists() and (index := index_path(location)).is_file():
-        raise BundleError(path, "no such file", None, f"The bundle is stored in several files: pass {index}")
+        raise BundleError(path, "no such file", None, f"The bundle is stored in several files: pass its index, {index}")
     return Container(location)
 
 
@@ -83,10 +83,10 @@ def index_path(path: Path) -> Path:
 
 
 class ShardedContainer(Container):
-    """A bundle in several files, read like a single file. If only the header is read, the shards are not opened.
+    """A bundle that is stored in several files and is read like a single file.
 
     Args:
-        path: Location of the index.
+        path: Location of the index. If it is a reference with `header_only` set, the shards are not opened.
 
     Raises:
         BundleError: If the index is invalid, or a shard is missing or belongs to another bundle.
@@ -127,12 +127,15 @@ class ShardedContainer(Container):
         return container
 
     def location(self, shard: ShardEntry) -> FileLocation:
-        """Returns the location of a shard."""
+        """Returns the location of a shard, which is in the same folder as the index."""
         return _beside(self.path, shard.file, self.commit)
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """All tensors by name, with their positions in the shards."""
+        """All tensors by name, with their positions in the shards.
+
+        If the shards are not opened, the positions are those that the tensors would have in a single file.
+        """
         end = max((entry["data_offsets"][1] for entry in self._entries.values() if _has_offsets(entry)), default=0)
         specs = tensor_specs(self.path, self._entries, len(self.header), len(self.header) + end)
         if self._header_only:
@@ -166,7 +169,7 @@ class ShardedContainer(Container):
 
 
 def files_of(path: str | os.PathLike[str]) -> list[FileLocation]:
-    """Returns the locations of all files that make up a bundle or task vector, with the index, if any, last.
+    """Returns the locations of all files that make up a bundle or task vector. If there is an index, it comes last.
 
     Args:
         path: A path or an `hf://` reference.
@@ -185,7 +188,7 @@ def files_of(path: str | os.PathLike[str]) -> list[FileLocation]:
 
 
 def _beside(index: FileLocation, file: str, commit: str | None) -> FileLocation:
-    """Returns the location of a file in the same folder as an index, at the given commit."""
+    """Returns the location of a file in the same folder as an index. On the Hub, it is located at `commit`, if set."""
     if not isinstance(index, Reference):
         return index.with_name(file)
     folder = index.file.rpartition("/")[0]
@@ -203,7 +206,10 @@ def read_index(path: FileLocation, local: Path) -> dict[str, Any]:
 
     Args:
         path: Location of the index, for error messages.
-        local: The index on the local disk.
+        local: Path of the index on the local disk.
+
+    Returns:
+        The content of the index.
 
     Raises:
         BundleError: If the file cannot be read or is not a valid index.
@@ -252,12 +258,16 @@ def shards_of(path: FileLocation, index: dict[str, Any]) -> tuple[ShardEntry, ..
 
 
 def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> None:
-    """Stores bundles as shards, writes their index atomically, and removes obsolete shards of an index it replaces.
+    """Stores bundles as shards and writes their index atomically.
+
+    If an index with the same path exists, it is replaced, and those of its shards that the new index does not use are
+    removed.
 
     Args:
         path: The index to write.
-        header: Length prefix and sealed header that the bundle would have as a single file.
-        parts: Paths and digests of the shards, in the order of the index. The files are linked or copied.
+        header: The length prefix and the sealed header that the bundle would have as a single file.
+        parts: Paths and digests of the bundles to store as shards, in the order of the index. The files are linked or
+            copied.
 
     Raises:
         BundleError: If a file cannot be written.

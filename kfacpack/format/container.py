@@ -5,8 +5,9 @@
     the rest  the tensors, back to back, without gaps or overlaps
 
 A header may come from an untrusted source. Its length, nesting depth and number of values are bounded, every tensor
-must lie within the file on disk, and nothing is allocated before these checks. The seal is the SHA-256 of the length
-and the header. The header contains the SHA-256 of every tensor, so the seal covers the whole file.
+must lie within the file on disk, and nothing is allocated before these checks. The seal is stored in `__metadata__`. It
+is the SHA-256 of the length and the header, with zeros in place of the seal itself. The header contains the SHA-256 of
+every tensor, so the seal covers the whole file.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class SealKeys(NamedTuple):
-    """The metadata keys and features of one kind of sealed file, and the texts that describe this kind in messages."""
+    """A kind of sealed file: its metadata keys, its features, and the texts that describe it in error messages."""
 
     manifest: str
     """Metadata key of the manifest."""
@@ -108,7 +109,10 @@ DOWNLOAD_AGAIN = "The file is incomplete or damaged: download it again from its 
 
 
 def download_again(path: str | os.PathLike[str]) -> str:
-    """Returns the remedy for a damaged file, which depends on whether the file is local or on the Hub."""
+    """Returns the remedy that error messages suggest for a damaged file, which is to download the file again.
+
+    If the file is on the Hub, the remedy names the command that does this.
+    """
     if is_reference(path):
         return f"The cached copy is incomplete or damaged: run `kfacpack pull {os.fspath(path)}` to download it again"
     return DOWNLOAD_AGAIN
@@ -146,7 +150,7 @@ class Container:
         nbytes: Size of the file in bytes.
         header: The length prefix and the header, verbatim.
         metadata: The header's `__metadata__`.
-        commit: Commit of a file on the Hub; None for a local file or if only the header was downloaded.
+        commit: Commit of the file on the Hub, or None if the file is local or only its header was downloaded.
 
     Args:
         path: A path or an `hf://` reference.
@@ -180,7 +184,11 @@ class Container:
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """All tensors by name. They are checked lazily, so that an unknown format version is reported first."""
+        """All tensors by name.
+
+        The header's entries are checked on first access, so that an unsupported format version is reported before an
+        invalid entry.
+        """
         specs = tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
         self._entries = {}  # saves memory when many bundles are open
         return specs
@@ -213,7 +221,7 @@ class Container:
 
         Args:
             name: Name of the tensor.
-            start: Index of the first byte.
+            start: Index of the first byte, counted from the start of the tensor.
             stop: Index after the last byte.
 
         Raises:
@@ -299,13 +307,13 @@ def first_duplicate(values: Iterable[str]) -> str | None:
 def parse_json(
     path: FileLocation, text: bytes, where: str, remedy: str | None = None, *, nulls: bool = False
 ) -> dict[str, Any]:
-    """Parses one JSON object from an untrusted file at bounded cost.
+    """Parses a JSON object from an untrusted file. The number of values and the nesting depth are limited.
 
     Args:
         path: The file that contains the text, for error messages.
         text: JSON in UTF-8.
-        where: The part of the file that contains the text, for error messages.
-        remedy: What the user can do about invalid JSON. Defaults to downloading the file again.
+        where: The part of the file that contains the text, such as "header", for error messages.
+        remedy: Advice to the user if the JSON is invalid. By default, the advice is to download the file again.
         nulls: Whether keys may have the value null, as in the config files of other libraries.
 
     Returns:
@@ -348,7 +356,7 @@ def parse_json(
 
 
 def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
-    """Returns the length prefix and the header, verbatim."""
+    """Reads the header from a file. Returns the unchanged bytes of its length prefix and the header."""
     prefix = os.pread(descriptor, 8, 0)
     if len(prefix) < 8:
         raise BundleError(path, f"is only {nbytes} bytes long, expected at least 8", remedy=download_again(path))
@@ -377,14 +385,14 @@ def _metadata(path: FileLocation, metadata: Any) -> dict[str, str]:
 
 
 def header_entries(path: FileLocation, header: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Parses a header.
+    """Parses the header of a safetensors file.
 
     Args:
         path: The file that contains the header, for error messages.
         header: The length prefix and the header.
 
     Returns:
-        The entries of the tensors, and the metadata.
+        The entries of the tensors by name, and the metadata.
 
     Raises:
         BundleError: If the header is invalid.
@@ -394,7 +402,7 @@ def header_entries(path: FileLocation, header: bytes) -> tuple[dict[str, Any], d
 
 
 def tensor_specs(path: FileLocation, entries: dict[str, Any], start: int, nbytes: int) -> dict[str, TensorSpec]:
-    """Returns the specs of all tensors, after checking that the tensors fill the file from `start` to its end."""
+    """Returns all tensors by name. Checks that they fill the file from byte `start` to its end, `nbytes`."""
     tensors = {name: _tensor_spec(path, name, entry, start) for name, entry in entries.items()}
     position, previous = start, "the header"
     for name, spec in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
@@ -429,7 +437,8 @@ def _tensor_spec(path: FileLocation, name: str, entry: Any, base: int) -> Tensor
         raise invalid(f"invalid data_offsets {short_repr(offsets)}, expected two integers from 0 to {MAX_DIMENSION}")
     start, stop = offsets
     if stop - start != prod(shape) * ITEM_BYTES[dtype]:
-        raise invalid(f"{dtype} of shape {shape} needs {prod(shape) * ITEM_BYTES[dtype]} bytes, got {stop - start}")
+        needed = prod(shape) * ITEM_BYTES[dtype]
+        raise invalid(f"{dtype} of shape {shape} needs {needed} bytes, but its data_offsets span {stop - start}")
     return TensorSpec(dtype, tuple(shape), base + start, base + stop)
 
 

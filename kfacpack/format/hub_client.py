@@ -40,7 +40,7 @@ def progress_bars(*, show: bool) -> Iterator[None]:
     """Sets whether huggingface_hub draws progress bars inside this context. Outside such a context, they are hidden.
 
     Args:
-        show: Whether to draw them.
+        show: Whether to draw progress bars.
 
     Yields:
         None.
@@ -79,8 +79,8 @@ def hub_errors(
         repository: OWNER/NAME.
         revision: A branch, a tag or a commit. Defaults to the main branch.
         kind: Kind of repository, "model" or "dataset".
-        offline_remedy: What the user can do if the Hub cannot be reached. Defaults to passing a local file.
-        access_remedy: What the user can do if the Hub denies access. Defaults to `offline_remedy`.
+        offline_remedy: Advice to the user if the Hub cannot be reached. By default, the advice is to pass a local file.
+        access_remedy: Additional advice to the user if the Hub denies access. Defaults to `offline_remedy`.
 
     Yields:
         None.
@@ -124,7 +124,7 @@ class _HubRequest:
     access_remedy: str | None
 
     def with_alternative(self, remedy: str) -> str:
-        """Appends `access_remedy` to another remedy as an alternative, if it is set."""
+        """Returns a remedy, followed by `access_remedy` as an alternative if that is set."""
         return f"{remedy}; or {self.access_remedy}" if self.access_remedy else remedy
 
     @property
@@ -154,7 +154,7 @@ def _translate(error: BaseException, request: _HubRequest) -> HubError:
 
 
 def _refusal(error: BaseException, request: _HubRequest) -> tuple[str, str] | None:
-    """Returns the problem and the remedy if the Hub refused a request, or None if it did not answer."""
+    """Returns the problem and the remedy if the Hub refused a request, or None for other errors, such as a timeout."""
     from huggingface_hub import errors
 
     repository, revision = request.repository, request.revision
@@ -233,7 +233,7 @@ def resolve(reference: Reference) -> RemoteFile:
         metadata = get_hf_file_metadata(_url(reference, reference.revision))
     if metadata.commit_hash is None or metadata.size is None or metadata.etag is None:
         problem = "the server's response lacks a commit, size or ETag, so it is not from the Hub"
-        raise HubError(str(reference), problem, "Check HF_ENDPOINT and the proxy")
+        raise HubError(str(reference), problem, "Check HF_ENDPOINT and the settings of the proxy")
     digest = metadata.etag if _SHA256.fullmatch(metadata.etag) else None
     return RemoteFile(metadata.commit_hash, metadata.size, digest)
 
@@ -242,12 +242,12 @@ def local_copy(reference: Reference, *, checked: bool = False) -> Path:
     """Returns the path of a file in huggingface_hub's cache, after downloading it if necessary.
 
     A downloaded file is checked against the size and SHA-256 that the Hub provides. A file that is already in the cache
-    is checked by its size only, and downloaded again if it is damaged. Without a network connection, the cache is
-    trusted.
+    is checked by its size only, and is downloaded again if the size is wrong. It is not checked at all if the Hub
+    cannot be reached, or if the revision is a commit and `checked` is not set.
 
     Args:
         reference: The file.
-        checked: Whether to also check the SHA-256 of a file that is already in the cache.
+        checked: Whether to check the size and SHA-256 of a file that is already in the cache.
 
     Returns:
         Path of the cached file.
@@ -296,8 +296,8 @@ def header_descriptor(reference: Reference, max_length: int) -> int:
             the file.
 
     Returns:
-        The descriptor of the cached file if there is one, otherwise of a sparse temporary file that has the header and
-        the size of the real file.
+        A file descriptor. It refers to the cached file if there is one, otherwise to a sparse temporary file with the
+        header and the size of the file on the Hub.
 
     Raises:
         HubError: If the file cannot be accessed.
@@ -328,7 +328,7 @@ def snapshot(repository: str, revision: str | None, kind: RepositoryKind = "mode
         kind: Kind of repository, "model" or "dataset".
 
     Returns:
-        The folder, or None if nothing was downloaded.
+        The folder, or None if no file of the revision was downloaded.
     """
     from huggingface_hub import constants
 
@@ -382,7 +382,7 @@ def _url(reference: Reference, revision: str | None) -> str:
 
 
 def _download_range(reference: Reference, remote: RemoteFile, start: int, stop: int) -> bytes:
-    """Downloads bytes `start` to `stop` of a file, or up to its end if it is shorter."""
+    """Downloads the bytes of a file from `start` up to but excluding `stop`. A shorter file is read to its end."""
     stop = min(stop, remote.nbytes)
     if start >= stop:
         return b""
@@ -428,7 +428,11 @@ def _download(reference: Reference, *, force: bool) -> Path:
 
 
 def _difference(path: Path, remote: RemoteFile, *, check_digest: bool) -> str | None:
-    """Returns how a file differs from the Hub's metadata (size and, optionally, SHA-256), or None if it does not."""
+    """Compares the size and, if `check_digest` is set, the SHA-256 of a file with the Hub's metadata.
+
+    Returns:
+        A description of the first difference, or None if there is no difference.
+    """
     if (size := path.stat().st_size) != remote.nbytes:
         return f"it has {size} bytes, expected {remote.nbytes}"
     if check_digest and remote.sha256 and (digest := digest_of_file(path)) != remote.sha256:

@@ -1,4 +1,4 @@
-"""Identity of tasks, base models and functions, as recorded in manifests.
+"""Identifies and compares tasks, base models and functions as they are recorded in manifests.
 
 `NAME@k/n` names the k-th part of a task whose classes are divided into n parts. A base model is identified by the bytes
 of the parameters that a bundle covers.
@@ -31,8 +31,8 @@ def base_task_name(name: str) -> str:
 def share_classes(one: str, other: str) -> bool:
     """Returns whether two tasks have classes in common, for example cars and cars@1/4, or cars@1/2 and cars@1/4.
 
-    The number of classes is not part of a name. Splits whose ranges overlap are assumed to share classes; splits whose
-    ranges do not overlap share none, regardless of the number of classes.
+    A name does not state how many classes the task has. Therefore only the fractions are compared: two splits of a task
+    are assumed to share classes if their fractions overlap, as those of cars@1/2 and cars@1/4 do.
 
     Args:
         one: Name of a task.
@@ -45,7 +45,7 @@ def share_classes(one: str, other: str) -> bool:
 
 
 def _class_range(name: str) -> tuple[Fraction, Fraction]:
-    """Returns the range of a split as fractions of the ordered classes."""
+    """Returns the classes of a task as a range of fractions: 1/4 to 1/2 for `cars@2/4`, and 0 to 1 for `cars`."""
     if base_task_name(name) == name:
         return Fraction(0), Fraction(1)
     k, n = map(int, name.rpartition("@")[2].split("/"))
@@ -53,7 +53,10 @@ def _class_range(name: str) -> tuple[Fraction, Fraction]:
 
 
 WeightReader = Callable[[str], tuple[str, tuple[int, ...], memoryview] | None]
-"""A function that returns the safetensors dtype, shape and bytes of the parameter of a given name, or None."""
+"""A function that takes the name of a parameter and returns its safetensors dtype, shape and bytes.
+
+It returns None if there is no parameter with this name.
+"""
 
 
 def weights_of_file(path: str | os.PathLike[str]) -> WeightReader:
@@ -63,7 +66,8 @@ def weights_of_file(path: str | os.PathLike[str]) -> WeightReader:
         path: A path or an `hf://` reference.
 
     Returns:
-        A reader that maps parameters into memory on access.
+        A function that takes the name of a parameter and returns its safetensors dtype, shape and bytes, or None if the
+        file does not contain it. The bytes are mapped into memory.
 
     Raises:
         BundleError: If the file is not a valid safetensors file.
@@ -95,7 +99,7 @@ def difference(expected: Parameter, weights: WeightReader) -> str | None:
 
     Args:
         expected: The manifest entry.
-        weights: Function that reads the model's parameters.
+        weights: Function that takes the name of a parameter and returns its safetensors dtype, shape and bytes.
 
     Returns:
         A description of the first difference, or None if dtype, shape and bytes are equal.
@@ -114,11 +118,11 @@ def difference(expected: Parameter, weights: WeightReader) -> str | None:
 
 
 def function_difference(first: Function, second: Function) -> str | None:
-    """Compares the functions f of two curvatures or vectors.
+    """Compares the functions f, outputs of the base model, to which two curvatures or task vectors refer.
 
     Args:
-        first: One function.
-        second: The other function.
+        first: Manifest entry of one function.
+        second: Manifest entry of the other function.
 
     Returns:
         A description of both functions if they differ, otherwise None. A `detail` that only one of them has is ignored.

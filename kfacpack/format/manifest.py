@@ -1,7 +1,7 @@
 """The manifest of a bundle, as pydantic models. The JSON Schema in spec/ is generated from these classes.
 
 Unknown keys in a file are ignored, so that a later MINOR version can add keys; keys that must not be ignored are listed
-under `requires`. In Python, unknown arguments are errors. Validation of a list stops at its first invalid item
+under `requires`. The classes reject unknown arguments. Validation of a list stops at its first invalid item
 (FailFast), so that the error report of a malicious manifest stays small. This module does not import torch.
 """
 
@@ -50,15 +50,15 @@ def _safe_name(name: str) -> str:
     """Checks that a name is safe to use in file names and tables: no control characters and no path traversal."""
     if not _NAME_PATTERN.fullmatch(name) or _SURROGATE.search(name):
         raise ValueError(
-            f"{name[:80]!r} is not a valid name: expected 1 to 512 characters, without backslashes, control or hidden "
-            "characters, a drive letter, a leading '/', or '.' or '..' between slashes"
+            f"{name[:80]!r} is not a valid name: expected 1 to 512 characters. Backslashes, control and hidden "
+            "characters, a drive letter, a leading '/' and the parts '.' and '..' are not allowed"
         )
     return name
 
 
 def _safe_text(text: str) -> str:
     if not _TEXT_PATTERN.fullmatch(text) or _SURROGATE.search(text):
-        raise ValueError(f"{text[:80]!r} is invalid: expected at most 4096 characters and no control characters")
+        raise ValueError(f"{text[:80]!r} is invalid: expected at most 4096 characters, without control or hidden ones")
     return text
 
 
@@ -90,7 +90,7 @@ class Entry(BaseModel):
 
 
 class Parameter(Entry):
-    """A covered parameter of the base model, as it was when the curvature was computed."""
+    """A parameter of the base model that the curvature covers, as it was when the curvature was computed."""
 
     name: Name
     """Name in the state dict."""
@@ -105,7 +105,7 @@ def base_digest(parameters: tuple[Parameter, ...]) -> str:
     """Computes the digest that identifies a base model.
 
     Args:
-        parameters: The covered parameters.
+        parameters: The parameters that the curvature covers.
 
     Returns:
         The SHA-256 of a text with four lines (name, dtype, shape, SHA-256) for each parameter, sorted by name.
@@ -118,9 +118,9 @@ def base_digest(parameters: tuple[Parameter, ...]) -> str:
 
 
 class Base(Entry):
-    """The base model, identified by the covered parameters.
+    """The base model, identified by the parameters that the curvature covers.
 
-    Two bundles are compatible if the parameters they share have equal digests; the names of the models do not matter.
+    Two bundles are compatible if the parameters they share have equal digests. The names of the models do not matter.
 
     Example:
         >>> base = kp.identify(model, ["fc.weight", "fc.bias"], family="test", name="small")
@@ -143,12 +143,12 @@ class Base(Entry):
         if duplicate := first_duplicate(parameter.name for parameter in self.parameters):
             raise ValueError(f"the parameter {duplicate!r} is listed twice")
         if (digest := base_digest(self.parameters)) != self.sha256:
-            raise ValueError(f"sha256 is {self.sha256}, but the listed parameters have {digest}")
+            raise ValueError(f"sha256 is {self.sha256}, but the listed parameters have the digest {digest}")
         return self
 
 
 class Function(Entry):
-    """The output f whose drift the curvature measures, linearised at the base model's parameters θ0.
+    """The output f of the model. The curvature measures the change in f, linearised at the base model's parameters θ0.
 
     Example:
         >>> kp.Function(output="embedding", normalized=True, width=512)
@@ -166,7 +166,7 @@ class Function(Entry):
 
 
 class OutputScale(Entry):
-    """The magnitude of f on the examples. In a merged curvature, the values are weighted means over its tasks."""
+    """The magnitude of f on the examples. In a merged curvature, both values are weighted means over its tasks."""
 
     mean_square: NonNegative
     """E‖f‖²."""
@@ -175,10 +175,10 @@ class OutputScale(Entry):
 
     @property
     def reference(self) -> float:
-        """The scale with which a drift of f is compared: the variance of f, but at least a thousandth of E‖f‖².
+        """The scale by which a drift of f is divided: the variance of f, but at least a thousandth of E‖f‖².
 
-        Only the variation of f distinguishes examples; a large constant part does not. The lower limit keeps the
-        reference meaningful where f is nearly constant.
+        The variance is used because a large constant part of f does not distinguish examples. The lower limit keeps the
+        scale from being close to zero if f is nearly constant.
         """
         return max(self.variance, self.mean_square / 1000)
 
@@ -191,7 +191,7 @@ FORMULAS = {
 
 
 class Scaling(Entry):
-    """The normalisation of the factors: one of two formulas, stored in full so that it is unambiguous."""
+    """The formula by which the Kronecker factors are normalised, stored in full so that it is unambiguous."""
 
     sharing: Sharing
     formula: Text
@@ -208,7 +208,7 @@ REDUCE = Scaling(sharing="reduce", formula=FORMULAS["reduce"])
 
 
 class Estimate(Entry):
-    """The method by which the expectation over the outputs of f was computed.
+    """The method by which the curvature was estimated: exactly, or with random probes at the output f.
 
     Example:
         >>> kp.Estimate(fisher="mc", probe="orthogonal", probes=1, seed=0)
@@ -255,7 +255,7 @@ class Source(Entry):
 
 
 class Parent(Entry):
-    """A bundle that was merged, identified by its digest."""
+    """One of the bundles from which a merged bundle was computed, identified by its digest."""
 
     sha256: Digest
     weight: StrictFloat
@@ -264,7 +264,7 @@ class Parent(Entry):
 
 
 class Merge(Entry):
-    """The merged bundles, their weights and the merge rule. Parents of parents are listed directly, not nested."""
+    """The merge rule and the merged bundles. If one of them was itself merged, its parents are listed in its place."""
 
     rule: Name
     rank: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -283,8 +283,8 @@ RelativeError = Annotated[StrictFloat, Field(ge=0)]
 class Loss(Entry):
     """The relative errors of one lossy step (a codec or merge rule), for one block or for all blocks together.
 
-    `frobenius` is the error in the Frobenius norm, `quadratic` that of the quadratic form on random task vectors, and
-    `vector` that of the quadratic form on a real task vector.
+    `frobenius` is the error of G in the Frobenius norm. `quadratic` is the error of the quadratic form τᵀGτ on random
+    task vectors τ, and `vector` is its error on a real task vector.
     """
 
     step: Name
@@ -297,7 +297,7 @@ class Loss(Entry):
         """Creates an entry from measured errors.
 
         Args:
-            step: Codec or merge rule.
+            step: Name of the codec or merge rule.
             **errors: The errors by field name; None for errors that were not measured.
 
         Returns:
@@ -335,11 +335,11 @@ class About(Entry):
 
 
 class Piece(Entry):
-    """The position of a parameter in the matrix of its block.
+    """The position of a parameter, or of a slice of it, in the joined matrix of its block.
 
-    `rows` selects a slice (start, stop) of the parameter's first dimension; without it, the whole parameter is used.
-    `view` turns the slice into a matrix: first dimension × the others, its transpose, or one column. `at` is the row
-    and column in the matrix of the block at which the first element of the piece is located.
+    `rows` selects a slice (start, stop) of the parameter's first dimension. By default, the whole parameter is used.
+    `view` turns the slice into a matrix: first dimension × all others, the transpose of that, or one column. `at` is
+    the row and column of the joined matrix at which the first element of the piece is located.
 
     Example:
         >>> kp.Piece(parameter="fc.bias", at=(0, 64))
@@ -351,13 +351,13 @@ class Piece(Entry):
     at: tuple[Count, Count] = (0, 0)
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the shape of this piece as a matrix.
+        """Returns the shape of the matrix that is formed from a parameter according to `rows` and `view`.
 
         Args:
             shape: Shape of the whole parameter.
 
         Returns:
-            Rows and columns after slicing and applying the view.
+            The number of rows and the number of columns.
         """
         if self.rows is not None:
             shape = (self.rows[1] - self.rows[0], *shape[1:])
@@ -368,7 +368,7 @@ class Piece(Entry):
 
 
 class Join(Entry):
-    """The arrangement of parameters in the matrix of a block, `rows` × `columns`. The pieces tile this matrix.
+    """The arrangement of a block's parameters in one joined matrix, `rows` × `columns`. The pieces tile this matrix.
 
     Example:
         >>> weight, bias = kp.Piece(parameter="fc.weight"), kp.Piece(parameter="fc.bias", at=(0, 64))
@@ -381,7 +381,7 @@ class Join(Entry):
 
 
 class Term(Entry):
-    """One term `weight · B ⊗ A`. `B` and `A` are names of matrices."""
+    """One term `weight · B ⊗ A` of a Kronecker block. `B` and `A` are the names of matrices in the manifest."""
 
     B: Name
     A: Name
@@ -400,20 +400,20 @@ class BlockEntry(Entry):
 
 
 class KroneckerEntry(BlockEntry):
-    """A block G = Σ weight · B ⊗ A, which maps the joined matrix ΔW to Σ weight · B ΔW A."""
+    """A block G = Σ weight · B ⊗ A. It maps ΔW, a change to the joined matrix, to Σ weight · B ΔW A."""
 
     structure: Literal["kronecker"]
     terms: Annotated[tuple[Term, ...], FailFast(), Field(min_length=1)]
 
     def references(self) -> Iterator[tuple[str, int]]:
-        """Yields the name of each matrix of this block, and the side that the matrix must have."""
+        """Yields the name of each matrix of this block and the side length that the matrix must have."""
         for term in self.terms:
             yield term.B, self.join.rows
             yield term.A, self.join.columns
 
 
 class DenseEntry(BlockEntry):
-    """A block stored as G itself, which multiplies the joined matrix flattened row by row.
+    """A block G that is stored as one matrix. G is applied to the joined matrix, flattened row by row.
 
     With structure `diagonal`, only the diagonal of G is stored.
     """
@@ -422,7 +422,7 @@ class DenseEntry(BlockEntry):
     matrix: Name
 
     def references(self) -> Iterator[tuple[str, int]]:
-        """Yields the name of the matrix of this block, and the side that the matrix must have."""
+        """Yields the name of the matrix of this block and the side length that the matrix must have."""
         yield self.matrix, self.join.rows * self.join.columns
 
 
@@ -437,8 +437,8 @@ class TensorEntry(Entry):
 class MatrixEntry(Entry):
     """A symmetric matrix and the form in which it is stored.
 
-    `psd` declares the matrix positive semi-definite. The matrix is a mean over `examples` examples and `positions`
-    positions.
+    `psd` declares that the matrix is positive semi-definite. `examples` and `positions` are the numbers of examples and
+    positions over which the matrix was averaged.
     """
 
     name: Name
@@ -454,7 +454,7 @@ class MatrixEntry(Entry):
 
     @property
     def components(self) -> dict[str, str]:
-        """Tensor names by component."""
+        """Names of the matrix's tensors by component, such as "data" or "scale"."""
         return {tensor.component: tensor.name for tensor in self.tensors}
 
 
@@ -482,11 +482,11 @@ class Manifest(About):
         return self
 
     def about(self) -> About:
-        """Returns the metadata without matrices and blocks. The result is not validated again."""
+        """Returns the metadata without the matrices and blocks. The result is not validated again."""
         return About.model_construct(**{key: getattr(self, key) for key in About.model_fields})
 
     def with_digests(self, digests: Mapping[str, str]) -> Manifest:
-        """Returns a copy with the SHA-256 of each tensor filled in.
+        """Returns a copy of the manifest with the SHA-256 of each tensor filled in.
 
         Args:
             digests: SHA-256 by tensor name.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kfacpack.format.reference import FileLocation
 
     CheckProgress = Callable[[str, int, int], None]
-    """Callback that receives the name of a check, the number of items checked so far and their total."""
+    """Callback that receives the name of a check, the number of items checked so far and the total number."""
 
 
 ManifestT = TypeVar("ManifestT", bound=BaseModel)
@@ -144,12 +144,15 @@ class SealedFile:
             name: Name of the tensor.
 
         Returns:
-            A description of the first NaN or Inf, or None if there is none.
+            A description of the first NaN or Inf, or None if all values are finite.
         """
         return self._problems_of(name)[1]
 
     def _problems_of(self, name: str) -> tuple[str | None, str | None]:
-        """Runs both checks on first use, in a single pass over chunks, so that memory use stays constant."""
+        """Returns the results of `hash_problem` and `finite_problem`.
+
+        Both are computed on first use. The tensor is then read once, in chunks, so that memory use stays constant.
+        """
         if name not in self._problems:
             content, first, spec = sha256(), None, self.tensors[name]
             for start in range(0, spec.nbytes, _CHUNK):
@@ -173,7 +176,7 @@ class Bundle(SealedFile):
         nbytes: Size of the file in bytes.
         digest: SHA-256 that identifies the whole content.
         manifest: The validated manifest.
-        matrices: The manifest's matrices by name.
+        matrices: Manifest entries of the matrices, by name.
 
     Args:
         path: A path, an `hf://` reference or an open container. For a bundle in several files, the path of its index,
@@ -198,7 +201,7 @@ class Bundle(SealedFile):
 
     @property
     def dense_bytes(self) -> int:
-        """Size in bytes that the matrices would have in dense float32 form; diagonal matrices count as vectors."""
+        """Size in bytes of all matrices as dense float32. Of a diagonal matrix, only the diagonal is counted."""
         return 4 * sum(LAYOUTS[matrix.form].full(matrix.side) for matrix in self.manifest.matrices)
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
@@ -206,11 +209,11 @@ class Bundle(SealedFile):
 
 
 def _check_seal(container: Container, keys: SealKeys) -> str:
-    """Returns the seal after checking that it occurs once and matches the header."""
+    """Returns the seal after checking that it occurs exactly once in the header and matches the header."""
     if keys.manifest not in container.metadata or keys.seal not in container.metadata:
         if other := next((kind for kind in KINDS if kind.manifest in container.metadata), None):
             raise BundleError(container.path, f"is a {other.kind}, expected a {keys.kind}", None, other.usage)
-        missing = f"its metadata has no {keys.manifest!r} and {keys.seal!r}"
+        missing = f"its metadata has no {keys.manifest!r} or no {keys.seal!r}"
         problem = f"is a safetensors file, but not a {keys.kind}: {missing}"
         raise BundleError(container.path, problem, None, "It may contain the weights of a model")
     stored = container.metadata[keys.seal]
@@ -252,7 +255,7 @@ def validated(path: FileLocation, manifest: dict[str, Any], kind: type[ManifestT
         An instance of `kind`.
 
     Raises:
-        BundleError: If the manifest is invalid; `where` is the path of the first invalid key.
+        BundleError: If the manifest is invalid. The error names the first invalid key.
     """
     try:
         return kind.model_validate(manifest, extra="ignore")
@@ -262,7 +265,7 @@ def validated(path: FileLocation, manifest: dict[str, Any], kind: type[ManifestT
 
 
 def _key_path(value: Any, keys: tuple[int | str, ...]) -> str:
-    """Formats the path of a key in the manifest with the names of list items, such as matrices.3 'fc/B'.side."""
+    """Formats the path of a key in the manifest. List items are shown with names, as in matrices.3 'fc/B'.side."""
     parts = []
     for key in keys:
         if isinstance(value, dict):
@@ -296,7 +299,7 @@ class CheckFailure:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check of all items in a file."""
+    """The result of one check, which was run on all items of a file, such as all tensors."""
 
     name: str
     """Name of the check."""
@@ -315,11 +318,12 @@ def run_check(
     Args:
         name: Name of the check.
         subjects: Names of the items to check.
-        failure: Function that takes the name of an item and returns its failure, or None if it passes.
-        on_progress: Called before each item and at the end, with the arguments of `CheckProgress`.
+        failure: Function that takes the name of an item and returns its failure, or None if the item passes.
+        on_progress: Called before each item and at the end, with the name of the check, the number of items checked so
+            far and the total number.
 
     Returns:
-        The number of items and the failures.
+        The number of items that were checked, and the failures.
     """
     names = list(subjects)
     failures = []
@@ -339,11 +343,11 @@ def check_tensors(
     Args:
         name: Name of the check.
         bundle: The open file.
-        problem: Function that takes the name of a tensor and describes its problem, or returns None if it passes.
-        on_progress: Called with the name of the check, the number of items checked and their total.
+        problem: Function that takes the name of a tensor and describes its problem, or returns None if it has none.
+        on_progress: Called with the name of the check, the number of items checked so far and the total number.
 
     Returns:
-        The number of tensors and the failures.
+        The number of tensors that were checked, and the failures.
     """
 
     def failure(tensor: str) -> CheckFailure | None:
@@ -358,11 +362,11 @@ def check_model(bundle: Bundle, weights: WeightReader, on_progress: CheckProgres
 
     Args:
         bundle: The open bundle.
-        weights: Function that reads the model's parameters.
-        on_progress: Called with the name of the check, the number of items checked and their total.
+        weights: Function that takes the name of a parameter and returns its safetensors dtype, shape and bytes.
+        on_progress: Called with the name of the check, the number of items checked so far and the total number.
 
     Returns:
-        The number of parameters and the failures.
+        The number of parameters that were checked, and the failures.
     """
     parameters = {parameter.name: parameter for parameter in bundle.manifest.base.parameters}
 

@@ -25,7 +25,7 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
         The expanded path.
 
     Raises:
-        KfacpackError: If the user does not exist.
+        KfacpackError: If the home directory cannot be determined, for example because the user does not exist.
     """
     try:
         return Path(path).expanduser()
@@ -79,7 +79,9 @@ def parse_address(text: str) -> Address | None:
 
 @dataclass(frozen=True)
 class Reference(os.PathLike[str]):
-    """A file in a repository on the Hub. It can be used as a path; as a string, it has the `hf://` form.
+    """A reference to a file in a repository on the Hub. Readers accept it in place of a path.
+
+    `str(reference)` has the form `hf://[datasets/]owner/repo[@revision]/file`.
 
     Raises:
         HubError: If `file` is not a valid path in a repository.
@@ -101,7 +103,7 @@ class Reference(os.PathLike[str]):
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Parses the `hf://` form of a reference.
+        """Parses a reference of the form `hf://[datasets/]owner/repo[@revision]/file`.
 
         Args:
             text: The reference.
@@ -126,7 +128,7 @@ class Reference(os.PathLike[str]):
 
     @property
     def header(self) -> Reference:
-        """The same file with `header_only` set."""
+        """A copy of this reference with `header_only` set."""
         return replace(self, header_only=True)
 
     def __str__(self) -> str:
@@ -153,10 +155,10 @@ def locate(path: str | os.PathLike[str]) -> FileLocation:
     """Converts a path or an `hf://` string to a `Path` or `Reference`.
 
     Args:
-        path: A path or reference, or either as a string.
+        path: A path, a reference, or a string that contains either of them.
 
     Returns:
-        The location.
+        A `Reference` if `path` names a file on the Hub, otherwise a `Path`.
 
     Raises:
         HubError: If the string begins with `hf://` but is not a valid reference.
@@ -173,10 +175,10 @@ def locate(path: str | os.PathLike[str]) -> FileLocation:
 
 
 def header_of(path: str | os.PathLike[str]) -> FileLocation:
-    """Returns the location of a file, marked so that only its header is downloaded.
+    """Returns the location of a file. If the file is on the Hub, the location has `header_only` set.
 
     Args:
-        path: A path or reference, or either as a string.
+        path: A path, a reference, or a string that contains either of them.
     """
     location = locate(path)
     return location.header if isinstance(location, Reference) else location

@@ -1,8 +1,8 @@
 """Checks that a manifest is consistent with itself and with the tensors in its file. No tensor is read.
 
 `LAYOUTS` lists the tensors and shapes of every form in which a matrix can be stored. It is the torch-free counterpart
-of `kfacpack.curvature.matrices`. The values of a matrix are stored in its tensor `data`. If `data` is I8, a tensor
-`scale` contains one factor for each stored row.
+of `kfacpack.curvature.matrices`. The values of a matrix are stored in its tensor `data`. If `data` has the dtype I8, a
+tensor `scale` contains one factor for each stored row.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DTYPES = (*FLOATS, "I32", "I8")
 
 
 def triangle_length(side: int) -> int:
-    """Returns the number of elements of a packed triangle, including the diagonal."""
+    """Returns the number of elements in the lower triangle of a matrix with side length `side`, diagonal included."""
     return side * (side + 1) // 2
 
 
 def widest_block(side: int, count: int) -> int:
-    """Returns the side of the blocks if a matrix is divided into `count` diagonal blocks: ⌈side / count⌉."""
+    """Returns the side length ⌈side / count⌉ of the largest block of a matrix divided into `count` diagonal blocks."""
     return -(-side // count)
 
 
@@ -69,10 +69,10 @@ def _diagonal(n: int, data: Shape) -> Shapes:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """The tensors that make up a matrix in one form."""
+    """The tensors and shapes of a matrix that is stored in one of the forms, such as `packed`."""
 
     shapes: Callable[[int, Shape], Shapes]
-    """Function that computes the expected shape of every tensor from the side and the actual shape of `data`.
+    """Function that computes the expected shape of every tensor from the side length and the actual shape of `data`.
 
     The actual shape is an argument because it alone determines the number of blocks, columns or entries.
     """
@@ -81,9 +81,9 @@ class MatrixLayout:
     may_be_psd: bool = True
     """Whether a matrix of this form may be declared positive semi-definite."""
     count: int | None = None
-    """Index of the dimension of `data` that gives the number in short names such as block:8; None if there is none."""
+    """Index of the dimension of `data` that is the number in short names such as block:8, or None if they have none."""
     full: Callable[[int], int] = lambda n: n * n
-    """Function that computes the number of elements of an uncompressed matrix from its side."""
+    """Function that computes the number of elements of an uncompressed matrix from its side length."""
 
 
 LAYOUTS: Mapping[str, MatrixLayout] = {
@@ -140,7 +140,7 @@ def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, T
         tensor = components[component]
         spec, allowed = tensors[tensor], _allowed_dtypes(component, scaled="scale" in expected)
         if spec.shape != shape:
-            problem = f"{component!r} of a {entry.form!r} matrix of side {entry.side}"
+            problem = f"{component!r} of a {entry.form!r} matrix with side length {entry.side}"
             raise invalid(f"{problem} must have shape {list(shape)}, got {list(spec.shape)}", tensor)
         if spec.dtype not in allowed:
             raise invalid(f"{component!r} has dtype {spec.dtype}, expected one of {', '.join(allowed)}", tensor)
@@ -165,7 +165,7 @@ class JoinedBlock(Protocol):
 
     @property
     def join(self) -> Join:
-        """The arrangement of parameters in the matrix of the block."""
+        """The arrangement of the parameters of the block in one matrix."""
 
 
 def check_consistency(path: FileLocation, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
@@ -198,14 +198,14 @@ def check_consistency(path: FileLocation, manifest: Manifest, tensors: Mapping[s
 
 
 def coverage_problem(blocks: Sequence[JoinedBlock], shapes: Mapping[str, Shape]) -> Problem | None:
-    """Checks that pieces tile the matrix of their block and that every parameter is covered exactly once.
+    """Checks that the pieces of each block tile its matrix and that every parameter is covered exactly once.
 
     Args:
         blocks: All blocks.
         shapes: Shapes of the base model's parameters by name.
 
     Returns:
-        The location and description of the first problem, or None.
+        The location and description of the first problem, or None if there is no problem.
     """
     if duplicate := first_duplicate(block.name for block in blocks):
         return f"block {duplicate!r}", "there are two blocks with this name"
@@ -230,7 +230,7 @@ def coverage_problem(blocks: Sequence[JoinedBlock], shapes: Mapping[str, Shape])
 
 
 def _length(shape: Shape) -> int:
-    """Returns the size of the first dimension; 1 for a scalar."""
+    """Returns the size of the first dimension of a parameter with this shape, or 1 if the parameter is a scalar."""
     return shape[0] if shape else 1
 
 
@@ -275,13 +275,14 @@ def _check_listed_once(path: FileLocation, manifest: Manifest, tensors: Mapping[
 def _check_reference(
     path: FileLocation, matrices: Mapping[str, MatrixEntry], block: KroneckerEntry | DenseEntry, name: str, side: int
 ) -> None:
-    """Checks that a matrix to which a block refers exists and has the right side and form."""
+    """Checks that a matrix to which a block refers exists and has the required side length and form."""
     where = f"block {block.name!r}"
     if name not in matrices:
         raise BundleError(path, f"refers to the missing matrix {name!r}", where)
     if matrices[name].side != side:
         size = f"{block.join.rows}×{block.join.columns}"
-        problem = f"its matrix is {size}, so {name!r} must have side {side}, got {matrices[name].side}"
+        problem = f"its parameters form a {size} matrix"
+        problem += f", so {name!r} must have side length {side}, got {matrices[name].side}"
         raise BundleError(path, problem, where)
     if block.structure == "diagonal" and matrices[name].form != "diagonal":
         problem = f"is diagonal, but {name!r} has the form {matrices[name].form!r}, expected 'diagonal'"

@@ -1,4 +1,4 @@
-"""Parses and formats numbers: sizes (70MB, 10%), durations, percentages and values of α (0:2:0.1)."""
+"""Parses and formats numbers: sizes (70MB, 10%), durations, percentages and lists of coefficients α (0:2:0.1)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kfacpack.errors import KfacpackError, printable
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 OnProgress = Callable[[int, int], None]
-"""Callback that receives the number of items done and their total."""
+"""Callback that receives the number of items done and the total number."""
 
 
 def parse_size(size: str | int, whole: int) -> int:
@@ -19,7 +19,7 @@ def parse_size(size: str | int, whole: int) -> int:
 
     Args:
         size: The size as written by the user.
-        whole: The number of bytes that percentages refer to.
+        whole: The number of bytes that corresponds to 100%.
 
     Returns:
         The number of bytes.
@@ -29,7 +29,7 @@ def parse_size(size: str | int, whole: int) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(%|[kmg]?b|)\s*", str(size), re.IGNORECASE)
     if match is None or isinstance(size, bool) or not float(match[1]):
-        raise KfacpackError(f"budget {size!r}: expected a size such as 70MB, 1.5GB or 10% of dense float32")
+        raise KfacpackError(f"budget {size!r}: expected a size such as 70MB or 1.5GB, or a percentage such as 10%")
     number, unit = float(match[1]), match[2].lower()
     return int(number / 100 * whole) if unit == "%" else int(number * _UNITS[unit])
 
@@ -80,18 +80,18 @@ ALPHA_FORMS = "expected a number (1.0), several numbers (0.3,0.5), or a range fr
 
 
 def parse_alphas(text: str) -> list[float]:
-    """Parses values of α: a number, a comma-separated list, or a range `from:to:step`.
+    """Parses a list of values of α, the coefficient of a task vector.
 
     Ranges are computed in decimal arithmetic, so the fourth value of 0:2:0.1 is exactly the float 0.3.
 
     Args:
-        text: The values as written by the user.
+        text: The values as written by the user: a number, a comma-separated list, or a range `from:to:step`.
 
     Returns:
         The values in the order in which they are written. A range includes its end if a step reaches it.
 
     Raises:
-        KfacpackError: If the text is invalid, or contains duplicate values or too many values.
+        KfacpackError: If the text is invalid, or contains a value twice or too many values.
     """
     alphas = [alpha for part in text.split(",") for alpha in _alpha_range(part, text)]
     if len(alphas) > MAX_ALPHAS:

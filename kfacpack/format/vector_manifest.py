@@ -1,13 +1,15 @@
-"""The manifest of a task vector, built from the entries of a bundle's manifest. This module does not import torch.
+"""The manifest of a task vector, which uses the same entry classes as that of a bundle. Does not import torch.
 
-A task vector is a safetensors file. The change to a parameter is stored under the parameter's own name; the head of
-task k (in the manifest's order, from 0) under `HEAD.k.weight`, of shape (K, C), and `HEAD.k.bias`, of shape (K,). All
-of these tensors are float32.
+A task vector is a safetensors file. The change to a parameter is stored as a dense tensor under the parameter's own
+name. The head of task k, counted from 0 in the order of the manifest, is stored as `HEAD.k.weight`, of shape
+(classes, width of f), and `HEAD.k.bias`, of shape (classes,). All of these tensors are float32. `HEAD`, `FACTORS`,
+`REMAINDER` and `SPARSE` stand for the prefixes defined below.
 
-Since version 1.1, the change to parameter k (in the order of `base`, from 0) may be stored as factors `FACTORS.k.U`, of
-shape (m, r), and `FACTORS.k.V`, of shape (r, n), in place of the dense tensor. A dense tensor may have a remainder,
-`REMAINDER.k.index` and `REMAINDER.k.value`, of shape (entries,). A vector that was extracted from a checkpoint also
-lists that checkpoint.
+Since version 1.1, the change to parameter k, counted from 0 in the order of `base`, may instead be stored as a product
+U V of factors. For a parameter with m rows and n columns, these are `FACTORS.k.U`, of shape (m, r), and `FACTORS.k.V`,
+of shape (r, n). A dense change may have a remainder: `REMAINDER.k.index` and `REMAINDER.k.value`, both of shape
+(entries,), contain the indices of elements at which rounding makes base + change inexact, and the numbers to add there.
+A vector that was extracted from a checkpoint also lists that checkpoint.
 
 Since version 1.2, the change may be sparse: `SPARSE.k.mask`, of shape (⌈elements / 8⌉,), has one bit per element, and
 `SPARSE.k.value`, of shape (entries,), contains the elements whose bit is set. A file has the lowest version that
@@ -51,7 +53,7 @@ from kfacpack.format.reference import SCHEME, parse_address
 VERSION = "1.2"
 """Format version of files that have sparse changes or the regime `sparse`; see `version_of` for other files."""
 HEAD = "kfacpack.head"
-"""Reserved prefix for the names of a head's tensors."""
+"""Reserved prefix of the names of a head's tensors."""
 FACTORS = "kfacpack.factors"
 """Reserved prefix for the names of factors."""
 REMAINDER = "kfacpack.remainder"
@@ -101,7 +103,7 @@ class TaskEntry(Entry):
 
 
 class Addend(Entry):
-    """A vector that is part of a sum, identified by its digest. Addends of addends are listed directly, not nested."""
+    """A vector that was added or merged, identified by its digest. If it was a sum, its addends are listed instead."""
 
     sha256: Digest
     coefficient: StrictFloat
@@ -117,7 +119,7 @@ class FileEntry(Entry):
 
 
 class CheckpointEntry(Entry):
-    """A fine-tuned checkpoint or adapter that a vector was extracted from. Local paths are not recorded."""
+    """A fine-tuned checkpoint or adapter that a vector was extracted from. The folders of local files are omitted."""
 
     name: Name
     """Name of the local file or folder, or `hf://[datasets/]owner/repo[/path]`."""
@@ -129,7 +131,7 @@ class CheckpointEntry(Entry):
 
     @property
     def location(self) -> str:
-        """The name or, for a checkpoint on the Hub, `hf://[datasets/]owner/repo@commit[/path]`."""
+        """The name of a local checkpoint, or `hf://[datasets/]owner/repo@commit[/path]` for one on the Hub."""
         if not self.revision or not (address := parse_address(self.name)):
             return self.name
         path = f"/{address.path}" if address.path else ""
@@ -140,7 +142,8 @@ class CheckpointEntry(Entry):
 class SolvedBlock(Entry):
     """A report on one block of parameters that a merge method with curvature has merged.
 
-    The objective is Σ w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖², where W_0 is the prior.
+    The method minimises the objective Σ_t w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖², where W is the merged block, W_t
+    the block of task t, G_t its curvature, w_t its weight and W_0 the prior.
     """
 
     name: Name
@@ -160,7 +163,7 @@ class SolvedBlock(Entry):
 
 
 class MethodEntry(Entry):
-    """The method that merged the addends, if it is not a plain sum. The coefficient of each addend is its α.
+    """The method that merged the addends, if they were not just added. An addend's `coefficient` is its α in `kp.add`.
 
     Example:
         >>> merged = kp.add(vectors, "curvature", bundles=bundles)
@@ -176,17 +179,17 @@ class MethodEntry(Entry):
 
     @property
     def solved(self) -> tuple[SolvedBlock, ...]:
-        """The blocks that were solved with curvature."""
+        """The reports on those blocks that were merged with curvature."""
         return tuple(block for block in self.blocks if block.curvature)
 
     @property
     def without_curvature(self) -> tuple[str, ...]:
-        """Names of the blocks and parameters that take the value of the prior."""
+        """Names of the blocks and parameters that no bundle covers. They take the value of the method's prior."""
         return tuple(block.name for block in self.blocks if not block.curvature)
 
     @property
     def repaired(self) -> tuple[str, ...]:
-        """Names of the blocks whose matrices had negative eigenvalues, which were set to zero."""
+        """Names of the blocks whose matrices had negative eigenvalues that were set to zero."""
         return tuple(block.name for block in self.blocks if block.repaired)
 
     @property
@@ -196,19 +199,21 @@ class MethodEntry(Entry):
 
     @property
     def worst_residual(self) -> float:
-        """The largest relative residual of any block."""
+        """The largest relative residual of the linear systems of all blocks."""
         return max((block.residual for block in self.blocks), default=0.0)
 
     @property
     def objective(self) -> tuple[float, float]:
-        """The sums of `before` and `after` over all blocks."""
+        """The objective at the prior and the objective of the result, each summed over all blocks."""
         return sum(block.before for block in self.blocks), sum(block.after for block in self.blocks)
 
     def multiplied(self, factor: float) -> MethodEntry:
-        """Returns the entry for the result multiplied by a factor; the objective is multiplied by its square.
+        """Returns the entry for the merged vector multiplied by a factor.
+
+        The objective is quadratic, so it is multiplied by the square of the factor.
 
         Args:
-            factor: Multiplier of the result.
+            factor: Number by which the merged vector is multiplied.
         """
         square = factor**2
         blocks = tuple(
@@ -228,7 +233,7 @@ class AboutVector(Entry):
     addends: Annotated[tuple[Addend, ...], FailFast()] = ()
     """The vectors that were added or merged; empty for a vector that was trained in one run."""
     method: MethodEntry | None = None
-    """The method that merged the addends; None if they were added, or if there are none."""
+    """The method that merged the addends; None if they were just added, or if there are no addends."""
     checkpoints: Annotated[tuple[CheckpointEntry, ...], FailFast()] = ()
     """The checkpoints from which the vector or its addends were extracted."""
 
@@ -245,7 +250,7 @@ class AboutVector(Entry):
 
 
 class ParameterStorage(Entry):
-    """The storage of a parameter's change, if it is not stored as a single dense tensor."""
+    """How the change to a parameter is stored, if it is not stored as a single dense tensor."""
 
     name: Name
     """Name of the parameter."""
@@ -264,18 +269,18 @@ class ParameterStorage(Entry):
 
     @model_serializer(mode="wrap")
     def _without_entries(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits `entries`, added in version 1.2, if it is not set, so that the bytes of older files stay the same."""
+        """Omits `entries` if unset. It is new in version 1.2, and the bytes of files of version 1.1 must not change."""
         return {key: value for key, value in handler(self).items() if key != "entries" or value is not None}
 
     @property
     def feature(self) -> Feature:
-        """The feature that a reader must support to read the change."""
+        """The feature that a reader must support to read the change to this parameter."""
         if self.entries is not None:
             return "sparse"
         return "remainders" if self.rank is None else "factors"
 
     def specs(self, number: int, shape: tuple[int, ...]) -> dict[str, Spec]:
-        """Returns the dtype and shape of the parameter's tensors by name.
+        """Returns the dtype and shape of each tensor in which the change is stored, by name.
 
         Args:
             number: Index of the parameter in the manifest.
@@ -350,7 +355,7 @@ class VectorManifest(AboutVector):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits empty keys that were added in version 1.1, so that the bytes of files of version 1.0 stay the same."""
+        """Omits empty keys that are new in version 1.1, because the bytes of files of version 1.0 must not change."""
         return {key: value for key, value in handler(self).items() if value or key not in _KEYS_OF_1_1}
 
     def specs(self) -> dict[str, Spec]:
@@ -367,11 +372,12 @@ class VectorManifest(AboutVector):
         return specs
 
     def index_limits(self) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-        """Returns the bounds that index tensors and bitmaps must respect.
+        """Returns the limits for the values of index tensors and bitmaps, which readers check.
 
         Returns:
             Two dicts. The first maps the name of each index tensor to the number of elements of its parameter. The
-            second maps the name of each bitmap to the number of bits that are set and the number of elements.
+            second maps the name of each bitmap to the number of bits that must be set and the number of elements of its
+            parameter.
         """
         storage = {entry.name: entry for entry in self.storage}
         indices, bitmaps = {}, {}
@@ -384,7 +390,7 @@ class VectorManifest(AboutVector):
         return indices, bitmaps
 
     def with_digests(self, digests: Mapping[str, str]) -> VectorManifest:
-        """Returns a copy with the SHA-256 of each tensor filled in.
+        """Returns a copy of the manifest with the SHA-256 of each tensor filled in.
 
         Args:
             digests: SHA-256 by tensor name.
@@ -398,7 +404,7 @@ class VectorManifest(AboutVector):
 
 
 def head_name(number: int, tensor: Literal["weight", "bias"]) -> str:
-    """Returns the name of a head's tensor.
+    """Returns the name of a head's tensor, such as `kfacpack.head.0.weight`.
 
     Args:
         number: Index of the task in the manifest.
@@ -408,7 +414,7 @@ def head_name(number: int, tensor: Literal["weight", "bias"]) -> str:
 
 
 def factor_name(number: int, factor: Literal["U", "V"]) -> str:
-    """Returns the name of a factor's tensor.
+    """Returns the name of the tensor that stores a factor, such as `kfacpack.factors.0.U`.
 
     Args:
         number: Index of the parameter in the manifest.
@@ -418,7 +424,7 @@ def factor_name(number: int, factor: Literal["U", "V"]) -> str:
 
 
 def remainder_name(number: int, tensor: Literal["index", "value"]) -> str:
-    """Returns the name of a remainder's tensor.
+    """Returns the name of a remainder's tensor, such as `kfacpack.remainder.0.index`.
 
     Args:
         number: Index of the parameter in the manifest.
@@ -428,7 +434,7 @@ def remainder_name(number: int, tensor: Literal["index", "value"]) -> str:
 
 
 def sparse_name(number: int, tensor: Literal["mask", "value"]) -> str:
-    """Returns the name of a sparse change's tensor.
+    """Returns the name of a sparse change's tensor, such as `kfacpack.sparse.0.mask`.
 
     Args:
         number: Index of the parameter in the manifest.
@@ -438,7 +444,7 @@ def sparse_name(number: int, tensor: Literal["mask", "value"]) -> str:
 
 
 def version_of(about: AboutVector, storage: Sequence[ParameterStorage]) -> str:
-    """Returns the lowest version of the format that supports all features of a vector.
+    """Returns the lowest version of the file format that supports all features of a vector.
 
     Args:
         about: Metadata of the vector.

@@ -1,8 +1,8 @@
-"""Writes bundles, other sealed files and small files atomically and deterministically, tensor by tensor.
+"""Writes bundles and other files atomically. If the process dies while writing, the old file is left intact.
 
-The positions of all tensors follow from their dtypes and shapes, and every SHA-256 has 64 digits, so the length of the
-header is known before any tensor is written. Tensors may be written in any order, in parts of any size. The header is
-written last; then the file is synced and renamed. If the process dies, the old file is left intact.
+Sealed files are written deterministically, tensor by tensor. The positions of all tensors follow from their dtypes and
+shapes, and every SHA-256 has 64 digits, so the length of the header is known before any tensor is written. Tensors may
+be written in any order, in chunks of any size. The header is written last; then the file is synced and renamed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SealedManifest(Protocol):
     """The methods of a manifest that the writer calls."""
 
     def with_digests(self, digests: Mapping[str, str]) -> SealedManifest:
-        """Returns a copy with the SHA-256 of each tensor filled in."""
+        """Returns a copy of the manifest with the SHA-256 of each tensor filled in."""
 
     def model_dump(self, *, mode: str, exclude_none: bool) -> dict[str, Any]:
         """Returns the manifest as plain JSON values."""
@@ -106,7 +106,7 @@ def write_sealed(
     header = _header(path, manifest, tensors, dict.fromkeys(tensors, UNSEALED), keys)
     specs = tensor_offsets(tensors, start=len(header))
 
-    # One part is hashed and written while the caller prepares the next. At most one part is pending.
+    # One chunk is hashed and written while the caller prepares the next. At most one chunk is pending.
     with replace_atomically(path) as descriptor, ThreadPoolExecutor(max_workers=1) as background:
         pending: Future[None] | None = None
         written = dict.fromkeys(tensors, 0)
@@ -189,7 +189,7 @@ def bundle_digest(
 def sealed_header(
     path: str | os.PathLike[str], manifest: Manifest, tensors: Mapping[str, Spec], digests: Mapping[str, str]
 ) -> bytes:
-    """Returns the length prefix and the header of a bundle.
+    """Returns the length prefix and the sealed header of a bundle, without writing the bundle.
 
     Args:
         path: The file, for error messages.
@@ -209,7 +209,7 @@ def _sealed(header: bytes) -> bytes:
 
 
 def bundle_size(manifest: Manifest, tensors: Mapping[str, Spec]) -> int:
-    """Computes the size that a bundle would have, in bytes. The size does not depend on the tensors' values.
+    """Computes the size in bytes that a bundle would have. The size does not depend on the values of the tensors.
 
     Args:
         manifest: The manifest.
@@ -227,7 +227,7 @@ def replace_atomically(path: str | os.PathLike[str]) -> Iterator[int]:
         path: The file to write. An existing file is replaced and its permissions are kept.
 
     Yields:
-        A descriptor to write to.
+        A file descriptor to write to.
 
     Raises:
         BundleError: If the file cannot be written. An existing file is left unchanged.
@@ -258,7 +258,7 @@ def replace_atomically(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
-    """Resolves the links in a path and checks that a regular file can be written to it."""
+    """Resolves symbolic links in a path and checks that a regular file can be written there."""
     if is_reference(path):
         problem, remedy = "could not be written: it is on the Hub", "Write a local file, then run: kfacpack push"
         raise BundleError(path, problem, None, remedy)
@@ -329,8 +329,8 @@ def tensor_offsets(tensors: Mapping[str, Spec], start: int = 0) -> dict[str, Ten
         start: Position of the first tensor.
 
     Returns:
-        The tensors by name. Tensors with wider elements come first, so that each tensor is aligned to its element size
-        without padding.
+        Dtype, shape and position of every tensor by name. Tensors with larger elements come first, so that each tensor
+        is aligned to its element size without padding.
     """
     specs = {}
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]):
@@ -347,7 +347,7 @@ def _header(
     digests: Mapping[str, str],
     keys: SealKeys,
 ) -> bytes:
-    """Returns the length prefix and the unsealed header, padded so that tensors start at a multiple of eight bytes."""
+    """Returns the length prefix and the header with a seal of zeros, padded to a multiple of eight bytes."""
     text = _compact_json(manifest.with_digests(digests).model_dump(mode="json", exclude_none=True))
     return _frame_header(path, tensors, {keys.seal: UNSEALED, keys.manifest: text}, [text], keys.kind)
 
@@ -359,7 +359,10 @@ def _frame_header(
     texts: Iterable[str],
     kind: str,
 ) -> bytes:
-    """Returns the length prefix and the header. The limits also apply to `texts`, the JSON texts in the metadata."""
+    """Returns the length prefix and the header. Checks that the header does not exceed the limits for headers.
+
+    The limit on the number of values also applies to each of `texts`, the JSON texts in the metadata.
+    """
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for name, spec in tensor_offsets(tensors).items():
         offsets = [spec.start, spec.stop]

@@ -118,7 +118,7 @@ def _summarise_checkpoint(checkpoint: CheckpointEntry) -> str:
 
 
 def _summarise_storage(manifest: VectorManifest) -> Iterator[str]:
-    """Yields a description of each storage form, with the number of parameters in this form."""
+    """Yields a description of each form in which changes are stored, with the number of parameters in this form."""
     ranks = [entry.rank for entry in manifest.storage if entry.rank]
     if ranks:
         span = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
@@ -138,7 +138,7 @@ REGIME_DESCRIPTIONS = {
     "attention": "attention: the attention layers of the model itself",
     "sparse": "sparse: the least sensitive weights of the model itself",
 }
-"""Descriptions by training regime."""
+"""Descriptions of the training regimes, by their names in manifests."""
 
 
 def _summarise_source(source: Source) -> Iterator[tuple[str, str]]:
@@ -165,7 +165,7 @@ def _summarise_model(base: Base, function: Function) -> Iterator[tuple[str, str]
 
 
 def relative_error(relative: float | None) -> str:
-    """Formats a relative error; None means that it was not measured."""
+    """Formats a relative error. None, which stands for an error that was not measured, becomes `not measured`."""
     return "not measured" if relative is None else f"{relative:.2g}"
 
 
@@ -194,8 +194,8 @@ def card_for(
     Args:
         repository: Repository, `owner/repo`.
         items: The bundles and task vectors of the repository.
-        existing: The current card, if there is one.
-        revision: Branch to which the references in the examples point.
+        existing: Text of the current card, if there is one.
+        revision: Branch from which the usage examples load the files.
         license: License identifier for the metadata. By default, an existing one is kept.
         base_model: Hub id of the base model for the metadata. By default, existing ids are kept and those that the
             files record are added.
@@ -229,7 +229,7 @@ def _parse(repository: str, content: str) -> ModelCard:
         return ModelCard(content if content.lstrip().startswith("---") else f"---\n{{}}\n---\n{content}")
     except (ValueError, YAMLError) as error:
         problem = f"the metadata at the top of its README.md cannot be parsed: {first_line(error)}"
-        raise HubError(repository, problem, "Correct the metadata on the Hub; the text of the card is kept") from error
+        raise HubError(repository, problem, "Correct the metadata on the Hub; the card's text will be kept") from error
 
 
 def _set_metadata(card: ModelCard, items: Sequence[Artifact], license: str | None, base_model: str | None) -> None:
@@ -248,7 +248,7 @@ def _set_metadata(card: ModelCard, items: Sequence[Artifact], license: str | Non
 
 
 def _listed(value: Any) -> list[str]:
-    """Returns a metadata value, which may be missing, one string or several, as a list."""
+    """Converts a metadata value, which may be None, one string or several, to a list of strings."""
     return [] if value is None else [value] if isinstance(value, str) else [str(item) for item in value]
 
 
@@ -287,7 +287,7 @@ _LABELS = {"license": "license of the data", "merged": "merge history"}
 
 
 def _cell(text: str) -> str:
-    """Escapes text from a manifest for a table cell, so that it is read neither as markup nor as a marker comment."""
+    """Escapes text from a manifest for a table cell, so that it is interpreted neither as markup nor as a comment."""
     for char, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("`", "'"), ("[", "\\[")):
         text = text.replace(char, escaped)
     return text
@@ -302,7 +302,7 @@ _DATASET_ID = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 
 
 def hub_id(base: Base) -> str | None:
-    """Returns the Hub id of a base model, or None if its weights are random or not published on the Hub."""
+    """Returns the Hub id of a base model, or None if its weights are random or it is not known to be on the Hub."""
     if base.revision is None or base.revision.startswith("random-") or base.family not in _HUB_IDS:
         return None
     model_id = _HUB_IDS[base.family](base.name, base.revision)
@@ -357,7 +357,7 @@ _HUB_IDS: dict[str, Callable[[str, str], str | None]] = {
 
 
 def model_option(base: Base) -> str | None:
-    """Returns the value of `--model` for a base model, or None if its family is unknown."""
+    """Returns the value of the option `--model` for a base model, or None if the model family is unknown."""
     from kfacpack.demo import EMBEDDED_MODELS
     from kfacpack.models.families import FAMILIES
 
@@ -375,15 +375,14 @@ _TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _o
 
 
 def model_from_option(option: str) -> tuple[str, str]:
-    """Returns the name and the Hub id of the model that a value of `--model` selects.
-
-    Without a tag, the value may be a name or a Hub id, so both results are the value without its prefix.
+    """Returns the name and the Hub id of the model that a value of the option `--model` selects.
 
     Args:
-        option: The value of `--model`.
+        option: The value of `--model`, such as `ViT-B-32/openai` or `timm:NAME`, or a Hub id.
 
     Returns:
-        The name of the model in manifests, and its Hub id.
+        The value without its prefix, and the Hub id. A value without a pretrained tag may be a name or a Hub id, so it
+        is returned as both.
     """
     from kfacpack.models.families import split_spec
     from kfacpack.models.families.transformers_loading import public_name
@@ -405,7 +404,7 @@ def dataset_id(source: Source) -> str | None:
 def data_option(source: Source) -> str:
     """Returns the `--data` option that selects a task's data, with a leading space.
 
-    The option is empty if the task's name alone selects the same data.
+    The result is an empty string if the name of the task already selects the same data.
     """
     name = base_task_name(source.task)
     embedded, published = TASKS.get(name), PUBLISHED.get(name)

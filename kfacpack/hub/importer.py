@@ -1,4 +1,4 @@
-"""Common parts of the importers for published factors: their result, access to files, and isolated unpickling.
+"""Common parts of the importers for published factors: the result class, access to files, and isolated unpickling.
 
 Files are read from a local folder or from the Hub, where only the required files are downloaded. Pickles are read in a
 separate process with limited resources (`unpickle_worker.py`), whose output is validated like any untrusted file.
@@ -29,7 +29,7 @@ from kfacpack.format.reference import SCHEME, expand_user, is_reference, parse_a
 
 @dataclass(frozen=True)
 class ImportResult:
-    """The result of an import."""
+    """A summary of an import of published factors and of the bundle that was written."""
 
     path: Path
     """Path of the bundle."""
@@ -45,7 +45,7 @@ class ImportResult:
     positions: int
     """Number of positions R per example in layers that process every token."""
     weights_compared: bool
-    """Whether it could be verified from the factors that they were computed at the model's weights."""
+    """Whether the factors contain what is needed to verify that they were computed at the model's weights."""
     left_out: tuple[tuple[str, str], ...]
     """Files and parameters that were not imported, each with the reason."""
 
@@ -77,8 +77,8 @@ def published_folder(source: str | Path) -> Path | HubFolder:
     """Parses the location of published files.
 
     Args:
-        source: A local folder or `hf://owner/repo[@revision][/folder]`. The notation of mammoth, with the revision at
-            the end, is accepted as well: `hf://owner/repo/folder@main`.
+        source: A local folder or `hf://owner/repo[@revision][/folder]`. The notation of the framework mammoth, with the
+            revision at the end, is accepted as well: `hf://owner/repo/folder@main`.
 
     Returns:
         The local folder, or the folder on the Hub.
@@ -104,7 +104,7 @@ def list_files(location: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]
     """Lists the files in a folder, excluding subfolders.
 
     Returns:
-        The location of the files (the cache if the Hub cannot be reached) and their names.
+        The location, with `cached` set if the Hub cannot be reached, and the names of the files.
 
     Raises:
         HubError: If the repository cannot be read and is not cached.
@@ -124,10 +124,10 @@ def list_files(location: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]
 
 
 def fetch_files(location: Path | HubFolder, names: Iterable[str]) -> tuple[Path, str | None]:
-    """Provides files in a local folder, and downloads them if necessary.
+    """Makes files available in a local folder and downloads them if necessary.
 
     Args:
-        location: As returned by `list_files`.
+        location: Location of the files, as returned by `list_files`.
         names: File names.
 
     Returns:
@@ -158,7 +158,7 @@ SINGLE_TENSOR = "tensor"
 
 
 class UnpickledTensors:
-    """The tensors in one file. Names and shapes are read immediately, tensors when they are accessed.
+    """The tensors in one published file. Names and shapes are read immediately, tensors when they are accessed.
 
     Args:
         origin: The published file.
@@ -186,7 +186,7 @@ def read_pickle(files: Mapping[str, Path], scratch: Path) -> Iterator[dict[str, 
 
     Args:
         files: Paths of the files. The keys are arbitrary.
-        scratch: Folder for temporary copies of the tensors. The copies are deleted when the context is left.
+        scratch: Folder for temporary copies of the tensors. The copies are deleted on exit from the context.
 
     Yields:
         The tensors of each file, under the key of the file.
@@ -216,7 +216,7 @@ def _require_archive(path: Path) -> None:
 
 
 def _run_worker(files: Mapping[str, Path], targets: Mapping[str, Path], folder: Path) -> None:
-    """Converts files to safetensors in an isolated process, with few environment variables and limited resources."""
+    """Converts files to safetensors in a separate process with few environment variables and limited resources."""
     paths = list(files.values())
     seconds = TIMEOUT_SECONDS + int(sum(path.stat().st_size for path in paths) / MIN_BYTES_PER_SECOND)
     request = {

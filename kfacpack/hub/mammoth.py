@@ -1,15 +1,17 @@
-"""`kp.import_mammoth`: imports the factors published by the method's authors, in the layout of their framework mammoth.
+"""`kp.import_mammoth`: imports published Kronecker factors that have the layout of the framework mammoth.
 
-A task consists of five files, PREFIX_aaT.pt, _ggT.pt, _ffT.pt, _num_aaT.pt and _num_ggT.pt, with PREFIX =
+The factors of a task consist of five files, PREFIX_aaT.pt, _ggT.pt, _ffT.pt, _num_aaT.pt and _num_ggT.pt, with PREFIX =
 DATASET_task_NUMBER. The first three are dictionaries that map names of parameters of the vision tower to sums over N
-examples; the last two contain N. With a, g, v and s as defined in section 6 of the spec, and R positions:
+examples; the last two contain N. As in section 6 of the spec, R is the number of positions per example, a the input of
+a layer, g the gradient of sᵀf with respect to its output, and v the gradient of sᵀf with respect to the parameters:
 
     aaT = Σ_n 1/R Σ_r a aᵀ     ggT = Σ_{n,s} 1/R Σ_r g gᵀ     for layers that process every token, biases joined
     aaT = Σ_n a aᵀ             ggT = Σ_{n,s} g gᵀ             for the output projection
     ffT = Σ_{n,s} v vᵀ                                        for norms and the class token
 
-where s runs over M Gaussian directions, without division by M, or over the C unit vectors. Therefore, with w = 1/M or
-w = 1, respectively, A is aaT / N, B is w R/N · ggT (w/N · ggT for the projection), and G is w/N · ffT.
+The sums over s either run over M random Gaussian directions, without division by M, or over the C unit vectors. With
+w = 1/M in the first case and w = 1 in the second, A is aaT / N, and B is w R/N · ggT (w/N · ggT for the projection).
+The block G of a norm or of the class token is w/N · ffT.
 
 The vision tower is OpenAI's implementation, in which attention consists of linear layers. Some of its parameter names
 therefore differ from open_clip's.
@@ -86,7 +88,7 @@ class MammothLayer:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters of the block."""
+        """Names of the parameters that the block covers."""
         return tuple(piece.parameter for piece in self.join.pieces)
 
 
@@ -137,13 +139,13 @@ def examples_of(files: Mapping[str, UnpickledTensors]) -> int:
     """Reads the number of examples N.
 
     Args:
-        files: Tensors by part (aaT, ggT, ffT, num_aaT, num_ggT).
+        files: Tensors of the five files, by part (aaT, ggT, ffT, num_aaT, num_ggT).
 
     Returns:
         The number of examples.
 
     Raises:
-        KfacpackError: If a file does not contain a positive integer, or if the two numbers differ.
+        KfacpackError: If num_aaT or num_ggT is not a positive integer, or if the two numbers differ.
     """
     counts = {}
     for part in ("num_aaT", "num_ggT"):
@@ -156,23 +158,23 @@ def examples_of(files: Mapping[str, UnpickledTensors]) -> int:
             raise KfacpackError(f"{tensors.origin}: records {value:g} examples, expected a positive integer")
         counts[part] = int(value)
     if counts["num_aaT"] != counts["num_ggT"]:
-        problem = f"aaT has {counts['num_aaT']} examples, but ggT has {counts['num_ggT']}"
+        problem = f"records {counts['num_ggT']} examples for ggT, but there are {counts['num_aaT']} for aaT"
         cause = "the files are not from the same run"
         raise KfacpackError(f"{files['num_ggT'].origin}: {problem}; {cause}. {DOWNLOAD_AGAIN}")
     return counts["num_aaT"]
 
 
 def check(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothLayer], model: Model, examples: int) -> bool:
-    """Checks that factors match a model.
+    """Checks that published factors match a model.
 
     Args:
-        files: Tensors by part.
+        files: Tensors of the five files, by part.
         layers: The model's blocks.
         model: The model.
         examples: The number of examples N.
 
     Returns:
-        Whether the factors could be compared with the model's weights.
+        Whether it was also checked that the factors were computed at the model's weights.
 
     Raises:
         KfacpackError: If names, shapes or scaling do not match, or if the factors were computed at other weights.
@@ -209,7 +211,11 @@ def _check_shapes(files: Mapping[str, UnpickledTensors], layer: MammothLayer, mo
 
 
 def _check_ones(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothLayer], examples: int) -> None:
-    """Checks the scaling of aaT: the input of a bias is 1, so its entry Σ_n 1/R Σ_r 1 must be N."""
+    """Checks the scaling of aaT.
+
+    A bias is joined to its weight as a column whose input a is always 1. The last entry of aaT is therefore
+    Σ_n 1/R Σ_r 1, which must equal the number of examples N.
+    """
     for layer in layers:
         if layer.kronecker and len(layer.parameters) > 1:
             corner = float(files["aaT"][layer.mammoth_name][-1, -1])
@@ -221,11 +227,11 @@ def _check_ones(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothL
 
 
 def _compare_weights(files: Mapping[str, UnpickledTensors], model: Model) -> bool:
-    """Checks that factors were computed at the model's weights; returns False if the required factors are missing.
+    """Checks that factors were computed at the model's weights. Returns False if the required factors are missing.
 
-    The gradient h at the output of the last norm is P g, where g is the gradient at the output of the projection P.
-    Therefore Σ h hᵀ, which is ffT of the norm's bias, equals P (Σ g gᵀ) Pᵀ. Towers of the same width have the same
-    shapes, but different P.
+    The gradient h with respect to the output of the last norm is P g, where g is the gradient with respect to the
+    output of the projection P. Therefore Σ h hᵀ, which is ffT of the norm's bias, equals P (Σ g gᵀ) Pᵀ. Shapes cannot
+    replace this check, because other models of the same width have the same shapes.
     """
     bias = files["ffT"].specs.get("ln_post.bias")
     weight = model.module.state_dict().get(f"{TOWER}{PROJECTION}")
@@ -242,7 +248,7 @@ def _compare_weights(files: Mapping[str, UnpickledTensors], model: Model) -> boo
 
 
 class ScaledTensors(MatrixTensors):
-    """A factor multiplied by a number, in float32.
+    """A published factor multiplied by a number, as a float32 tensor.
 
     The product is computed on every access, so that only one product is in memory at a time.
     """
@@ -267,10 +273,10 @@ def block_of(files: Mapping[str, UnpickledTensors], layer: MammothLayer, example
     """Converts the factors of a layer into a block.
 
     Args:
-        files: Tensors by part.
+        files: Tensors of the five files, by part.
         layer: The layer.
         examples: The number of examples N.
-        share: w / N, as defined at the top of this module.
+        share: The factor w / N; see the description of this module.
     """
 
     def matrix(part: str, factor: float, positions: int | None) -> Dense:
@@ -291,7 +297,7 @@ FILE = re.compile(rf"(?P<prefix>.+_task_\d+)_(?P<part>{'|'.join(PARTS)})\.pt")
 TASKS = {
     "seq-8vision": ("stanford_cars", "dtd", "eurosat", "gtsrb", "mnist", "resisc45", "sun397", "svhn"),
 }
-"""Names of tasks in the order of their numbers, by the name of the dataset in mammoth."""
+"""For each name of a dataset in mammoth, the names of its tasks in the order of their numbers."""
 
 
 def import_mammoth(
@@ -313,13 +319,15 @@ def import_mammoth(
         source: The folder with the files, or `hf://owner/repo/folder`.
         model: The model with which the factors were computed. Its weights are compared with the factors.
         output: The bundle to write.
-        task: Task name in the bundle. For a dataset in `TASKS`, it also selects the files.
-        files: Common prefix of the files, DATASET_task_NUMBER, if the folder contains several tasks.
+        task: Task name in the bundle. If the files belong to a dataset in `TASKS`, it also selects the files.
+        files: Common prefix of the names of the files, DATASET_task_NUMBER. Required if the folder contains several
+            tasks and `task` does not select one of them.
         fisher: "mc" if the factors were computed with random directions, "exact" if they were computed with all
             directions. The files do not record this.
         samples: Number of random directions for "mc". The files do not record this number.
-        params: Names or patterns of the parameters to import. Defaults to all that the model family does not freeze.
-        dataset_size: Number of examples in the whole dataset, which is the weight of the task in a merge.
+        params: Names or patterns of the parameters to import. By default, all parameters are imported except those that
+            the model family freezes.
+        dataset_size: Number of examples in the whole dataset, by which the task is weighted in a merge.
         on_progress: Called with the number of tensors written so far and the total number.
 
     Returns:
@@ -345,7 +353,7 @@ def import_mammoth(
     folder, commit = fetch_files(location, file_names.values())
     absent = [name for name in file_names.values() if not (folder / name).is_file()]
     if isinstance(location, HubFolder) and absent:
-        raise KfacpackError(f"{location}: {absent[0]!r} was not downloaded. {DOWNLOAD_AGAIN}")
+        raise KfacpackError(f"{location}: {absent[0]!r} was not downloaded. Run the import again")
     paths = {part: folder / name for part, name in file_names.items()}
     with read_pickle(paths, output.absolute().parent) as tensors:
         examples = examples_of(tensors)
@@ -376,7 +384,7 @@ def import_mammoth(
 
 
 def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequence[str] | None) -> list[MammothLayer]:
-    """Returns the layers with selected parameters. Either all or none of a layer's parameters must be selected."""
+    """Returns the layers whose parameters are selected. Of each layer, either all or no parameters must be selected."""
     selected = select_parameters(model.module, params, model.frozen)
     published = {name for layer in layers for name in layer.parameters}
     if params is None and (other := [name for name in selected if name not in published]):
@@ -385,7 +393,7 @@ def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequenc
     selected_layers = [layer for layer in layers if any(name in selected for name in layer.parameters)]
     for layer in selected_layers:
         if lacking := [name for name in layer.parameters if name not in selected]:
-            problem = f"{layer.name!r} is joined with {lacking[0]!r}, which `params` does not select"
+            problem = f"{layer.name!r} shares a block with {lacking[0]!r}, which `params` does not select"
             raise KfacpackError(f"{problem}. Select both or neither")
     if not selected_layers:
         raise KfacpackError(f"params {' '.join(params or ())}: no factors are published for these parameters")
@@ -396,8 +404,8 @@ def _require_samples(fisher: Fisher, samples: int | None) -> None:
     if fisher == "mc" and samples is None:
         raise KfacpackError(
             "`samples` is required: the files do not record the number of random directions, by which the sums must be "
-            "divided. It is mammoth's option fisher_num_samples_expectation, 1 by default; if that was 0, set fisher "
-            "to exact"
+            "divided. It is mammoth's option fisher_num_samples_expectation, 1 by default; if this option was 0, set "
+            "fisher to exact"
         )
     if fisher == "exact" and samples is not None:
         raise KfacpackError("`samples` cannot be combined with fisher exact, which uses all directions")
@@ -406,7 +414,7 @@ def _require_samples(fisher: Fisher, samples: int | None) -> None:
 
 
 def _select_prefix(location: Path | HubFolder, names: Sequence[str], task: str | None, files: str | None) -> str:
-    """Returns the prefix of the five files to import."""
+    """Returns the common prefix of the names of the five files to import."""
     matches = [match for name in names if (match := FILE.fullmatch(name))]
     prefixes = sorted({match["prefix"] for match in matches}, key=lambda prefix: (len(prefix), prefix))
     if not prefixes:
@@ -469,4 +477,4 @@ def _left_out(
 
 
 IMPORTERS: dict[str, Importer] = {"mammoth": import_mammoth}
-"""Importers by the name of their layout in `kfacpack import`."""
+"""Importers by the name of the layout that they read, as it is passed to `kfacpack import`."""

@@ -1,7 +1,7 @@
 """Uploads to and downloads from the Hub: `kp.push`, `from_pretrained`, `save_pretrained` and `push_to_hub`.
 
-`push` verifies bundles and task vectors and uploads them with a model card. The other functions implement methods of
-curvatures and task vectors.
+`push` verifies bundles and task vectors and uploads them with a model card. The other functions implement the methods
+of `Curvature` and `TaskVector` that have the same names.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def push(
         on_progress: Called with the name of a check, the number of items checked so far and the total number.
 
     Returns:
-        The files, the card and the commit.
+        The files, the model card and the commit of the upload.
 
     Raises:
         KfacpackError: If there are no files, or if their names are invalid or not unique.
@@ -109,7 +109,7 @@ def push(
     name, at = parse_repository(repository)
     if at:
         problem = "a push does not accept @revision"
-        raise HubError(repository, problem, "Pass the repository without @, and the branch as revision")
+        raise HubError(repository, problem, "Pass the repository without @revision, and the branch as revision")
     paths = [files] if isinstance(files, str | os.PathLike) else list(files)
     items = [(path, _open_artifact(path)) for path in paths]
     if not items:
@@ -149,12 +149,12 @@ def _open_artifact(path: str | os.PathLike[str]) -> Artifact:
     if not _SAFE_NAME.fullmatch(name) or not name.endswith(SUFFIXES):
         endings = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
         problem = f"the file name becomes part of a URL; expected letters, digits and -_.+, ending in {endings}"
-        raise KfacpackError(f"{printable(os.fspath(path))}: {problem}. Rename it")
+        raise KfacpackError(f"{printable(os.fspath(path))}: {problem}. Rename the file")
     return Artifact.of(path, name)
 
 
 def _inspect_target(name: str, revision: str | None) -> tuple[HubRepository | None, bool]:
-    """Returns the repository, if it exists, and whether the branch is missing."""
+    """Returns the repository, or None if it does not exist, and whether the branch `revision` is missing."""
     try:
         return inspect_repository(name, revision, missing_ok=True), False
     except HubError as error:
@@ -227,9 +227,10 @@ def _upload(
 
 
 def _validate(name: str, card: str) -> None:
-    """Validates the card with the Hub's own rules.
+    """Sends the card to the Hub for validation, and raises an error if the Hub rejects it.
 
-    Before huggingface_hub 2.2, `ModelCard.validate` sends this request to huggingface.co even if HF_ENDPOINT is set.
+    `ModelCard.validate` is not used, because before huggingface_hub 2.2 it sends the card to huggingface.co even if
+    HF_ENDPOINT names another server.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session, hf_raise_for_status
@@ -243,7 +244,7 @@ def _validate(name: str, card: str) -> None:
 
 
 def _rejection(answer: str) -> str:
-    """Extracts the messages from the Hub's answer, which is JSON or plain text."""
+    """Extracts the error messages from the Hub's answer, which is JSON or plain text."""
     try:
         return "; ".join(error["message"] for error in json.loads(answer)["errors"])
     except (ValueError, KeyError, TypeError):
@@ -255,7 +256,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PretrainedFormat:
-    """The file name and the loader of one class of artifacts in a directory or repository."""
+    """The default file name of curvatures or of task vectors, and the function that loads them."""
 
     kind: Literal["bundle", "vector"]
     filename: str
@@ -318,7 +319,7 @@ def push_to_hub(
         base_model: Hub id of the base model for the card's metadata.
 
     Returns:
-        A description of the upload, including the commit id.
+        The files, the model card and the commit of the upload.
 
     Raises:
         HubError: If the repository cannot be written.
@@ -347,13 +348,13 @@ def from_pretrained(
             (`hf://owner/repo@revision/file`). An existing local path takes precedence over a repository.
         revision: Branch, tag or commit of the repository. Defaults to the main branch.
         filename: Name of the file in the directory or repository. Defaults to `curvature.kfac` or
-            `vector.safetensors`; if there is no such file, to the only file of this kind.
+            `vector.safetensors`. If there is no such file, it defaults to the only curvature or task vector there.
 
     Returns:
         The artifact. Its tensors are read when they are used.
 
     Raises:
-        KfacpackError: If the source does not exist, or if it contains no file or several files of this kind.
+        KfacpackError: If the source does not exist or contains no suitable file, or if several files are suitable.
         HubError: If the repository cannot be read.
     """
     storage = _format_of(cls)
@@ -403,7 +404,7 @@ def _load_from_hub(source: str, revision: str | None, filename: str | None, stor
 
 
 def _find_local(directory: Path, storage: PretrainedFormat) -> str:
-    """Returns the name of the default file, or of the only file of this kind in a directory."""
+    """Returns the default file name if a directory has this file, otherwise the name of the only file of this kind."""
     if (directory / storage.filename).is_file():
         return storage.filename
     files = sorted(file.name for file in directory.iterdir() if file.name.endswith(SUFFIXES) and file.is_file())

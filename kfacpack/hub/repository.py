@@ -78,7 +78,7 @@ class HubRepository:
         return [file for file in self.files if file.name.endswith(SUFFIXES) and _PLAIN_NAME.fullmatch(file.name)]
 
     def item(self, file: str) -> Artifact | None:
-        """Opens a bundle or task vector and downloads only its header; returns None for other files."""
+        """Opens a bundle or task vector by downloading only its header. Returns None if the file is neither."""
         try:
             return Artifact.of(self.reference(file), file)
         except BundleError:
@@ -113,7 +113,7 @@ def inspect_repository(name: str, revision: str | None, *, missing_ok: bool = Fa
         missing_ok: Whether to return None if the repository does not exist or is not visible to the user.
 
     Returns:
-        The repository at the current commit of the revision.
+        The repository at the current commit of the revision, or None as described for `missing_ok`.
 
     Raises:
         HubError: If the repository cannot be read.
@@ -167,7 +167,7 @@ def pull(
         The downloaded files.
 
     Raises:
-        KfacpackError: If a target exists and differs, or is not a directory.
+        KfacpackError: If a target file exists with other content, or `output` is a file where a directory is needed.
         VerificationError: If a check on a file fails.
         HubError: If the repository cannot be read, or contains neither bundles nor task vectors.
 
@@ -190,7 +190,7 @@ def pull(
 
 
 def _references(reference: Reference) -> list[Reference]:
-    """Returns references to all files that make up a bundle or task vector, with the index, if any, last."""
+    """Returns references to all files that make up a bundle or task vector. If there is an index, it comes last."""
     return [file for file in files_of(reference) if isinstance(file, Reference)]
 
 
@@ -198,7 +198,7 @@ def _select_files(what: str | Reference, files: Sequence[str]) -> list[Reference
     if isinstance(what, Reference) or (what.startswith(SCHEME) and what.endswith(SUFFIXES)):
         if files:
             raise KfacpackError(
-                f"{what}: is the address of a file; to pull several files, pass the repository, then their names"
+                f"{what}: is the address of a file; to pull several files, pass the repository and their names"
             )
         return [what if isinstance(what, Reference) else Reference.parse(what)]
     name, revision = parse_repository(what)
@@ -212,12 +212,12 @@ def _select_files(what: str | Reference, files: Sequence[str]) -> list[Reference
 
 
 def _targets(references: Sequence[Reference], output: str | os.PathLike[str] | None) -> list[Path]:
-    """Returns the target path of each file."""
+    """Returns the local path at which each file will be stored."""
     target = Path(output) if output is not None else Path()
     if len(references) == 1 and output is not None and not target.is_dir() and target.name.endswith(SUFFIXES):
         return [target]
     if target.exists() and not target.is_dir():
-        raise KfacpackError(f"{target}: expected a directory for {len(references)} files, got a file")
+        raise KfacpackError(f"{target}: expected a directory for the downloaded files, got a file")
     paths = [target / reference.name for reference in references]
     if len(set(paths)) < len(paths):
         raise KfacpackError("files in different folders of the repository have the same name; pull them one by one")
@@ -225,11 +225,11 @@ def _targets(references: Sequence[Reference], output: str | os.PathLike[str] | N
 
 
 def _copy_to(source: Path, target: Path, *, force: bool) -> None:
-    """Copies a file atomically."""
+    """Copies a file atomically. Nothing is written if the target has the same content."""
     if target.exists() and not force:
         if target.is_file() and digest_of_file(target) == digest_of_file(source):
             return
-        raise KfacpackError(f"{target}: already exists and differs; move it, or set `force` to overwrite it")
+        raise KfacpackError(f"{target}: already exists with other content; move it, or set `force` to overwrite it")
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         source.open("rb") as stream,
@@ -256,8 +256,8 @@ def search(
     """Searches the Hub for repositories with bundles or task vectors, by the tags of their model cards.
 
     Args:
-        base_model: A value of `--model` (ViT-B-32/openai, timm:NAME, or ViT-B-32 for any tag), or the Hub id of a base
-            model.
+        base_model: The base model, either as a value of the option `--model` (ViT-B-32/openai, timm:NAME, or ViT-B-32
+            for any pretrained tag) or as a Hub id.
         task: Task name.
         author: User or organisation.
         limit: Maximum number of repositories.
@@ -284,7 +284,7 @@ def search(
 
 
 def _tag_filters(base_model: str) -> list[list[str]]:
-    """Returns alternative tags to search for a base model: one with its name in manifests, and one with its Hub id."""
+    """Returns two alternative tag filters for a base model: one with its name, and one with its Hub id."""
     name, model_id = model_from_option(base_model)
     return [[f"{BASE_TAG}{name}"], [f"base_model:{model_id}"]]
 
@@ -335,17 +335,17 @@ class Artifact(ABC):
 
     @property
     def base(self) -> Base:
-        """The base model."""
+        """Manifest entry of the base model."""
         return self.file.manifest.base
 
     @property
     @abstractmethod
     def sources(self) -> tuple[Source, ...]:
-        """The datasets that the file records; a merged bundle records only the names of its parents' tasks."""
+        """The datasets that the file records. A merged bundle records none, only the names of its parents' tasks."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Task names."""
+        """Names of the tasks that the file was computed from."""
         return tuple(source.task for source in self.sources)
 
     @property
@@ -376,6 +376,9 @@ class Artifact(ABC):
         Args:
             path: Local path of the file.
             on_progress: Called with the name of a check, the number of items checked so far and the total number.
+
+        Returns:
+            The results of the checks. Failures are recorded there and raise no error.
         """
 
     def require_valid(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> None:
@@ -396,7 +399,7 @@ class Artifact(ABC):
 
     @property
     def _model(self) -> str:
-        """The `--model` option for commands, with a leading space; empty for the default model."""
+        """The `--model` option for commands, with a leading space; or "" for the default model or an unknown family."""
         model = model_option(self.base)
         return "" if model in (None, "tiny") else f" --model {model}"
 
@@ -412,20 +415,20 @@ class BundleArtifact(Artifact):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The dataset on which the curvature was estimated; empty for a merged bundle."""
+        """The dataset on which the curvature was estimated. Empty for a merged bundle."""
         source = self.file.manifest.source
         return (source,) if source else ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Task names; for a merged bundle, those of its parents."""
+        """Name of the task of the bundle or, if the bundle was merged, names of the tasks of its parents."""
         if merge := self.file.manifest.merge:
             return tuple(dict.fromkeys(parent.task for parent in merge.parents if parent.task))
         return super().tasks
 
     @property
     def summary(self) -> list[tuple[str, str]]:
-        """Summary of the bundle."""
+        """Summary of the bundle, as pairs of a label and a value."""
         return list(bundle_summary(self.file))
 
     def commands(self, location: str) -> list[str]:
@@ -439,7 +442,7 @@ class BundleArtifact(Artifact):
         return ["import kfacpack as kp", f'curvature = kp.load("{location}")', use]
 
     def verify(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> Verification:
-        """Runs all checks on the bundle."""
+        """Runs all checks of `kfacpack.verify` on the bundle."""
         return verify(path, on_progress=on_progress)
 
 
@@ -454,12 +457,12 @@ class VectorArtifact(Artifact):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The datasets of all tasks."""
+        """The datasets of all tasks that the vector contains."""
         return tuple(task.source for task in self.file.manifest.tasks)
 
     @property
     def summary(self) -> list[tuple[str, str]]:
-        """Summary of the task vector."""
+        """Summary of the task vector, as pairs of a label and a value."""
         return list(vector_summary(self.file))
 
     def commands(self, location: str) -> list[str]:
@@ -474,7 +477,7 @@ class VectorArtifact(Artifact):
         return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{location}")', use]
 
     def verify(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> Verification:
-        """Checks the bytes and values of all tensors."""
+        """Checks the SHA-256 of all tensors, whether all values are finite, and whether stored indices are valid."""
         file = VectorFile(path)
         checks = (
             check_tensors("sha256", file, file.hash_problem, on_progress),

@@ -32,7 +32,7 @@ NAME = re.compile(r"[A-Za-z0-9_.\-]{1,300}")
 
 
 class RefusedError(Exception):
-    """Raised for a rejected file; the message states the reason."""
+    """Raised if a file is rejected. The message states the reason."""
 
 
 def main() -> None:
@@ -58,17 +58,20 @@ def main() -> None:
 
 
 def answer(**fields: Any) -> None:
-    """Writes the answer and exits."""
+    """Writes the answer to stdout as a JSON object and exits from the process."""
     sys.stdout.write(json.dumps(fields))
     sys.exit(0)
 
 
 def limit(largest: int, total: int, seconds: int) -> None:
-    """Limits the resources of this process. Memory that is already mapped, mostly by torch, is allowed in addition.
+    """Limits the memory, CPU time, output size and number of processes of this process.
+
+    The limit on memory is the sum of the memory that is already mapped, mostly by torch, three times `largest`, and
+    `SPARE_MEMORY`.
 
     Args:
-        largest: Size of the largest file in bytes.
-        total: Size of all files in bytes.
+        largest: Size of the largest input file in bytes.
+        total: Size of all input files in bytes.
         seconds: CPU time limit in seconds.
     """
     mapped = 0
@@ -97,13 +100,13 @@ def require_plain_zip(path: str) -> None:
             f"is not a complete archive written by torch.save: {error}. If it was downloaded, download it again"
         ) from error
     if len(members) > MAX_MEMBERS:
-        raise RefusedError(f"has {len(members)} members, expected at most {MAX_MEMBERS}")
+        raise RefusedError(f"the archive has {len(members)} members, expected at most {MAX_MEMBERS}")
     compressed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
     if compressed:
         raise RefusedError(f"the member {compressed[0]!r} is compressed, which torch.save never does")
     size = Path(path).stat().st_size
     if (claimed := sum(member.file_size for member in members)) > size:
-        raise RefusedError(f"the members declare {claimed} bytes, but the file has {size}")
+        raise RefusedError(f"the members of the archive declare {claimed} bytes in total, but the file has {size}")
     for member in members:
         if member.filename.endswith(".pkl") and member.file_size > MAX_PICKLE_BYTES:
             problem = f"the member {member.filename!r} has {member.file_size} bytes"
@@ -120,7 +123,7 @@ def load(path: str) -> Any:
         blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
         if blocked:
             problem = f"tries to run or create {blocked[1]}, which is not allowed in a file with factors"
-            raise RefusedError(f"{problem}. Nothing was executed. Do not load it by other means") from error
+            raise RefusedError(f"{problem}. Nothing was executed. Do not load the file by other means") from error
         raise
 
 
@@ -133,6 +136,9 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
 
     Returns:
         The tensors by name.
+
+    Raises:
+        RefusedError: If the content is anything else, or a tensor is larger than its storage.
     """
     import torch
 

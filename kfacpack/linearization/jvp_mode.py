@@ -103,7 +103,7 @@ def convolution(
 
 
 def attention(operation: Any, tangent_of: TangentOf, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-    """Computes softmax(s) v, where s = scale q kᵀ + mask, by a fused kernel, and its tangent by a formula.
+    """Computes softmax(s) v, where s = scale q kᵀ + mask, with a fused kernel, and its tangent explicitly.
 
     q has shape (..., L, D); k and v have shape (..., S, D). The tangent of p = softmax(s) is dp = p (ds - <p, ds>).
 
@@ -202,12 +202,12 @@ def layer_norm(
 
 
 def gelu(operation: Any, tangent_of: TangentOf, x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensor]:
-    """Computes the GELU of x, and the derivative times dx."""
+    """Computes the GELU of x and its tangent, which is the derivative of the GELU times dx."""
     return operation(x, approximate=approximate), aten.gelu_backward(tangent_of(x), x, approximate=approximate)
 
 
 def addition(operation: Any, tangent_of: TangentOf, a: Any, b: Any, *, alpha: float = 1) -> tuple[Tensor, Tensor]:
-    """Computes a + α b, with broadcasting, and da + α db."""
+    """Computes a + α b, with broadcasting, and its tangent da + α db."""
     out: Tensor = operation(a, b, alpha=alpha)
     da, db = (tangent_of(value) if isinstance(value, Tensor) else None for value in (a, b))
     if db is not None:
@@ -282,11 +282,14 @@ class TangentMap:
         return _view_of_tangent(self._with_strides_of(base, tangent), tensor, base)
 
     def _is_constant(self, tensor: Tensor, base: Tensor) -> bool:
-        """Returns whether autograd has no path from the tensor to the parameters. The tensor may be another leaf."""
+        """Returns whether autograd has no path from the tensor to a parameter.
+
+        Leaves that are not parameters are constants, even if they require a gradient.
+        """
         return not tensor.requires_grad or (base.grad_fn is None and id(base) not in self._parameter_ids)
 
     def put(self, tensor: Tensor, tangent: Tensor | None) -> None:
-        """Sets the tangent of a new or modified tensor; for a view, sets this part of its base's tangent."""
+        """Sets the tangent of a new or modified tensor. For a view, sets the same part of its base's tangent."""
         base = base_of(tensor)
         if base is tensor:
             if tangent is not None:
@@ -307,7 +310,7 @@ class TangentMap:
         self._tangents[base] = full_tangent
 
     def _with_strides_of(self, base: Tensor, tangent: Tensor) -> Tensor:
-        """Returns the tangent in the memory layout of its tensor; the converted tangent is stored."""
+        """Returns the tangent with the strides of its tensor. A tangent with other strides is converted and stored."""
         if tangent.stride() != base.stride():
             self._tangents[base] = tangent = _empty_like(base).copy_(tangent)
         return tangent
@@ -347,7 +350,8 @@ class JvpMode(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A view has its base's tangent, and a detached tensor has none; autograd marks the result as one or the other.
+        # The result needs no entry: `TangentMap.get` finds the tangent of a view through its base, and recognises a
+        # detached tensor as a constant.
         if func.is_view:
             return func(*args, **kwargs)
         tangents = self._nonzero_tangents((args, kwargs))

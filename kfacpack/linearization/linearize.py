@@ -1,9 +1,9 @@
 """Implements `kp.linearize`: the model f(x) + J(x) τ, which is linear in τ.
 
-Because the model is linear in τ, the gradient of a cost c at τ is Jᵀ u with u = ∂c/∂f_lin. It is computed by one
-ordinary backward pass of the base model, seeded with u. J τ itself needs no graph. A training step therefore consists
-of a forward pass with its graph, a tangent computed alongside without a graph, and a backward pass. The step needs as
-much memory as fine-tuning.
+Because the model is linear in τ, the gradient of a cost with respect to τ is Jᵀ u, where u is the gradient of the cost
+with respect to f + J τ. One ordinary backward pass of the base model computes it, starting from u. J τ itself needs no
+graph. A training step therefore consists of a forward pass with its graph, a tangent computed alongside without a
+graph, and a backward pass. The step needs as much memory as fine-tuning.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def linearize(
 ) -> Linearized:
     """Linearises a model in its parameters: `lin(batch, tau)` is f + J τ, differentiable in τ.
 
-    The model is used in eval mode, and every call restores its flags. If this torch version lacks the private parts
-    that the fast path needs, `torch.func.jvp` is used, with a `SlowLinearizationWarning`.
+    The model is used in eval mode; after a call, each module is in its previous mode again. If this torch version lacks
+    the private parts that the fast path needs, `torch.func.jvp` is used, with a `SlowLinearizationWarning`.
 
     Args:
         model: A module, where f is `model(*batch)` of shape (N, C); or a model from `kp.load_model`, which defines f
@@ -224,7 +224,7 @@ class Linearized:
     def _linearization(
         self, batch: ModelInput, tau: Mapping[str, Tensor], *, keeps_graph: bool, finite: bool = True
     ) -> Linearization:
-        """Replays the program for this call if there is one; otherwise calls the model, and may record the call."""
+        """Replays the program for this call if one was recorded; otherwise, calls the model and may record the call."""
         check_task_vector(tau, self._shapes, "lin")
         dtypes = {name: value.dtype for name, value in tau.items()}
         with _LOCK, torch.inference_mode(False):
@@ -280,7 +280,7 @@ class Linearized:
     def _finish_recording(
         self, entry: ProgramEntry, state: ModuleState, recorder: Recorder, gradients: Mapping[str, Tensor]
     ) -> None:
-        """Stores the program of a recorded call in its entry."""
+        """Stores the program of a recorded call, or the reason why there is none, in the cache entry of the call."""
         with _LOCK:
             program = recorder.program(gradients, compiled=self._compile)
             entry.accept(program, state, recorder.refusal)
@@ -349,8 +349,8 @@ class Linearization:
     Args:
         f: Output, (N, C).
         change: J τ, (N, C); None for zero.
-        backward: Function that computes gradients.
-        dtypes: Dtype of the gradient of each parameter.
+        backward: Function that computes Jᵀ u; see `Gradient`.
+        dtypes: Dtype of the gradient with respect to each parameter, by name.
     """
 
     def __init__(self, f: Tensor, change: Tensor | None, backward: Gradient, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -369,12 +369,12 @@ class Linearization:
         into: dict[str, Tensor] | None = None,
         retain_graph: bool = False,
     ) -> dict[str, Tensor]:
-        """Computes Jᵀ u by parameter.
+        """Computes Jᵀ u, the gradient of a cost with respect to τ.
 
         Args:
             u: Gradient of a cost with respect to f + J τ, (N, C).
             names: Parameters to differentiate with respect to. Defaults to all names in τ.
-            into: Gradients by parameter to which the results are added in place.
+            into: Gradients by parameter name, to which the results are added in place.
             retain_graph: Whether to keep the graph for another call.
 
         Returns:
@@ -438,7 +438,7 @@ def _tangent(value: Tensor, parameter: Tensor) -> Tensor:
 def _detached(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Returns the tensor without its graph, on `device` if one is given.
 
-    Inference tensors are copied, because autograd cannot use them. Mirrored tensors have no graph, and stay mirrored.
+    Inference tensors are copied, because autograd cannot use them. Returns a `MirroredTensor` on `device` unchanged.
     """
     if isinstance(tensor, MirroredTensor) and tensor.device_tensor.device == device:
         return tensor
@@ -448,7 +448,7 @@ def _detached(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Clears autocast's cache before and after a call, because the tangents of cached casts are those of another τ."""
+    """Clears autocast's cache before and after a call because casts of other calls lack the tangents of this call."""
     torch.clear_autocast_cache()
     try:
         yield

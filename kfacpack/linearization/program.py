@@ -74,7 +74,7 @@ class Operation(NamedTuple):
 class Recorder(DispatchMode):
     """Dispatch mode that records all operations that run inside it.
 
-    Numbers are assigned to weak references, so that recording keeps no tensor alive.
+    Each tensor is assigned a value number. Only weak references to tensors are stored, so that none is kept alive.
 
     Args:
         inputs: Tensors that differ between calls: the tangents and the batch.
@@ -134,7 +134,7 @@ class Recorder(DispatchMode):
             self.refuse("f is a tensor of unknown origin")
 
     def number(self, tensor: Tensor | None) -> int | None:
-        """Returns the number of a recorded value; None for None and for tensors of unknown origin."""
+        """Returns the value number of a tensor; returns None if the tensor is None or of unknown origin."""
         if tensor is None:
             return None
         known: int | None = self._numbers.get(tensor)
@@ -145,7 +145,7 @@ class Recorder(DispatchMode):
         return known
 
     def root(self, number: int) -> int:
-        """Returns the value number of the first value with the same memory."""
+        """Returns the value number of the first value that shares memory with the value `number`."""
         return self._roots[number]
 
     def _add_input(self, tensor: Tensor) -> int:
@@ -158,7 +158,7 @@ class Recorder(DispatchMode):
         self.seed = self._add_input(u)
 
     def _new_number(self, tensor: Tensor, sources: Iterable[int] = ()) -> int:
-        """Assigns a number to a new value. The root of a value is the first value with the same memory."""
+        """Assigns a number to a new value, and sets its root, which is the first value with the same memory."""
         number = len(self._roots)
         self._numbers[tensor] = number
         if tensor.is_floating_point() or tensor.is_complex():
@@ -198,7 +198,7 @@ class Recorder(DispatchMode):
         return out
 
     def _add_conditions(self, func: Any, args: Any) -> bool:
-        """Adds the conditions under which an operation can be replayed although it depends on values.
+        """Adds the conditions under which an operation can be replayed although it depends on the values of tensors.
 
         Returns:
             Whether the operation can be replayed.
@@ -249,7 +249,7 @@ class Recorder(DispatchMode):
         return tuple(numbers)
 
     def _render(self, value: Any, reads: list[int]) -> str:
-        """Returns the source code of an argument, and adds the values in it to `reads`."""
+        """Returns the source code of an argument, and adds the value numbers of its tensors to `reads`."""
         if isinstance(value, Tensor):
             number = self.number(value)
             if number is None:
@@ -262,7 +262,7 @@ class Recorder(DispatchMode):
         return repr(value) if isinstance(value, _LITERALS) else self._constant(value, "c")
 
     def _constant(self, value: Any, prefix: str) -> str:
-        """Returns the name of a constant of the program."""
+        """Returns the name by which the program's source code refers to a constant."""
         key = (type(value), repr(value) if isinstance(value, float) else value)
         if key not in self._names:
             self._names[key] = f"{prefix}{len(self.constants)}"
@@ -275,7 +275,7 @@ class Recorder(DispatchMode):
         return copy
 
     def program(self, gradients: Mapping[str, Tensor], *, compiled: bool) -> Program | None:
-        """Returns the recorded step as a program; None if it was refused.
+        """Returns the recorded step as a program, or None if the step cannot be replayed.
 
         Args:
             gradients: Results of the backward pass, by parameter. Empty if there was no backward pass.
@@ -343,7 +343,7 @@ class Program:
         return below_autograd(bypass=not self._compiled)
 
     def conditions_for(self, inputs: Sequence[Tensor], copies: Sequence[Tensor | None]) -> tuple[int, ...]:
-        """Returns the counts of true elements, which are compared with `conditions`.
+        """Counts the true elements of the condition tensors for given inputs, for a comparison with `conditions`.
 
         Args:
             inputs: See `forward`. The list is not changed.
@@ -377,7 +377,7 @@ class Program:
         return f, change
 
     def backward(self, saved: list[Tensor], u: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """Computes the gradients of the named parameters. Empties `saved`."""
+        """Computes the gradients with respect to the named parameters. Empties `saved`."""
         selected = tuple(name for name in names if name in self._gradients)
         if selected not in self._backwards:
             self._backwards[selected] = self._define_backward(selected)

@@ -1,9 +1,9 @@
 """Decides which calls of a linearised model are recorded and replayed, and computes their gradients.
 
-A program is valid for one signature: the shapes and dtypes of the batch, the names in τ, autocast, and settings of
-torch that select kernels. If there are conditions, there is a program for each of their outcomes. A program is also
-valid only for one state of the module: its submodules and attributes, including tensors, which are compared by
-identity. The values of these tensors may change.
+A program is valid for one signature: the shapes and dtypes of the batch, the names in τ, the autocast dtype, and
+settings of torch that select kernels. If a program has conditions (see `program`), there is a program for each of their
+outcomes. A program is also valid only for one state of the module: its submodules and attributes, including tensors,
+which are compared by identity. The values of these tensors may change.
 
 A signature is used three times before its program replaces the model. The first call is untraced, because many shapes
 occur only once. The second call is recorded. The third call runs both the model and the program, and the program is
@@ -128,7 +128,7 @@ def _items(container: Any) -> Iterable[Any]:
 
 
 def _agree(replayed: Tensor | None, expected: Tensor | None) -> bool:
-    """Returns whether two tensors agree up to rounding errors. On a GPU, the order of summation may vary."""
+    """Returns whether two tensors agree up to rounding errors, since the order of summation may vary on a GPU."""
     if replayed is None or expected is None or replayed.shape != expected.shape or replayed.dtype != expected.dtype:
         return replayed is expected
     tolerance = 1e3 * torch.finfo(expected.dtype).eps * float(expected.abs().amax())
@@ -136,11 +136,11 @@ def _agree(replayed: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def signature(keeps_graph: bool, names: Iterable[str], batch: Any, device: torch.device) -> Any:
-    """Returns a key that is equal for calls with the same program; None if the batch contains unhashable values.
+    """Returns a key that is equal for calls that can share a program; None if the batch contains unhashable values.
 
     Args:
-        keeps_graph: Whether a gradient can be computed.
-        names: Names in τ.
+        keeps_graph: Whether the call keeps the graph, so that gradients can be computed.
+        names: Names of the parameters in τ.
         batch: The batch, on the model's device.
         device: The device of the model.
     """
@@ -190,10 +190,10 @@ class ProgramEntry:
         self.verified = False
         """Whether the results of the program have been compared with those of the model, and agree."""
         self.refusal: str | None = None
-        """Reason why calls with this signature stay untraced; None if there is none."""
+        """Reason why calls with this signature stay untraced; None if they may be recorded."""
 
     def begin_use(self, module: nn.Module, forward: Callable[..., Any], *, at_once: bool) -> ModuleState | None:
-        """Counts a call; returns the state of the module if the call should be recorded.
+        """Counts a call. Returns the state of the module if the call should be recorded, else None.
 
         Args:
             module: Module that is called.
@@ -246,7 +246,7 @@ class ProgramCache:
         self._entries: OrderedDict[Any, ProgramEntry] = OrderedDict()
 
     def entry(self, key: Any, inputs: Sequence[Tensor], copies: Sequence[Tensor | None]) -> ProgramEntry:
-        """Returns the entry for a call. Inputs that do not satisfy the conditions of a program have a separate entry.
+        """Returns the entry for a call. A call that does not satisfy the conditions of a program has its own entry.
 
         Args:
             key: Signature of the call.
@@ -269,28 +269,31 @@ class ProgramCache:
 
     @property
     def ready(self) -> int:
-        """Number of programs that replace the model."""
+        """Number of programs that have been verified and replace the model."""
         return sum(entry.verified for entry in self._entries.values())
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Reasons why signatures stay untraced."""
+        """Reasons why calls with some signatures are not recorded and stay untraced."""
         return tuple(sorted({entry.refusal for entry in self._entries.values() if entry.refusal is not None}))
 
 
 class Gradient(Protocol):
-    """Function that computes Jᵀ u by parameter. Parameters that f does not depend on are left out."""
+    """Function that computes Jᵀ u for each parameter. Parameters that f does not depend on are left out."""
 
     def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`. With `retain_graph`, the function can be called again."""
+        """Returns the gradients with respect to the parameters in `names`.
+
+        With `retain_graph`, the function can be called again.
+        """
 
 
 class GraphGradient:
-    """Gradient computed by autograd.
+    """A `Gradient` that autograd computes from the graph of f.
 
     Args:
         f: Output with its graph.
-        edges: Graph edges at which gradients are computed, by parameter name.
+        edges: Edges of the autograd graph at the parameters, by parameter name.
     """
 
     def __init__(self, f: Tensor, edges: Mapping[str, GradientEdge]) -> None:
@@ -298,7 +301,7 @@ class GraphGradient:
         self._edges = edges
 
     def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`."""
+        """Returns the gradients with respect to the parameters in `names`."""
         if self._f.grad_fn is None:
             return {}
         edges = [self._edges[name] for name in names]
@@ -307,7 +310,7 @@ class GraphGradient:
 
 
 class RecordedGradient:
-    """Gradient of a recorded forward pass. The operations of the first call are recorded as well.
+    """A `Gradient` of a recorded forward pass. The operations of its first call are recorded as well.
 
     Args:
         gradient: Function that computes the gradient from the graph.
@@ -329,7 +332,7 @@ class RecordedGradient:
         self._finish = finish
 
     def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`."""
+        """Returns the gradients with respect to the parameters in `names`."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return self._gradient(u, names, retain_graph=retain_graph)
@@ -342,7 +345,7 @@ class RecordedGradient:
 
 
 class ReplayedGradient:
-    """Gradient of a replayed forward pass.
+    """A `Gradient` of a forward pass that a program has replayed.
 
     Args:
         program: Program that was replayed.
@@ -359,7 +362,7 @@ class ReplayedGradient:
         return tensor_versions([*self._program.watched, *self._saved])
 
     def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`.
+        """Returns the gradients with respect to the parameters in `names`.
 
         Raises:
             KfacpackError: If a tensor that the gradient needs was modified.

@@ -1,8 +1,8 @@
 """The inputs of a merge: their provenance, weights and compatibility.
 
-The target of a merge is Σ w_t G_t. λ_t is a task's share of all examples, or of the weights that the user passes, and
-w_t = T λ_t, so that the mean weight of the T tasks is one. An input that was itself merged from several tasks already
-contains such weights and is multiplied by a single factor.
+The target of a merge is Σ w_t G_t, where G_t is the curvature of task t. λ_t is the task's share of all examples, or of
+the weights that the user passes, and w_t = T λ_t, so that the mean weight of the T tasks is one. An input that was
+itself merged from several tasks already contains such weights and is multiplied by a single factor.
 
 Curvatures can be merged if they have the same base model, function f, metric, scaling and blocks, and were estimated
 from different data.
@@ -78,7 +78,7 @@ class MergeInput:
 
     @property
     def tasks(self) -> float:
-        """Number of tasks in the input. It is the sum of the parents' weights, because the mean weight is one."""
+        """Number of tasks in the input. It is computed as the sum of the parents' weights, whose mean is one."""
         return sum(parent.weight for parent in self.parents)
 
     @property
@@ -104,7 +104,7 @@ class MergeInput:
 
     @property
     def estimate_without_seed(self) -> Estimate | None:
-        """The settings in `estimate` except for the seed, for comparisons."""
+        """The settings in `estimate` without the seed, for comparing estimates that differ only in their seeds."""
         return self.estimate and self.estimate.model_copy(update={"seed": None})
 
 
@@ -308,7 +308,8 @@ def check_tasks(inputs: Sequence[MergeInput]) -> None:
             others = (name for name, owner in seen.items() if owner is not item and share_classes(name, task))
             if other := next(others, None):
                 problem = f"contain {other!r} and {task!r}, whose common classes would be counted twice"
-                raise _incompatible(seen[other], item, problem, "Pass one of them, or splits without common classes")
+                remedy = "Pass only one of them, or class splits without common classes"
+                raise _incompatible(seen[other], item, problem, remedy)
             seen[task] = item
 
 

@@ -1,7 +1,8 @@
 """`kp.merge`: merges the curvatures of many tasks into one that approximates Σ w_t G_t, and measures the error.
 
-The error of a block is Σ_st C_st B_s ⊗ A_t, where C is diag(w) minus the coefficients that the rule chooses. In
-coordinates (see `strips.py`), its norm equals that of Xᵀ C Y, so no Kronecker product is ever formed.
+The error of a block is Σ_st C_st B_s ⊗ A_t, where C is diag(w) minus the coefficients that the rule chooses. If X and Y
+are the coordinates (see `strips.py`) of the matrices B and A, the norm of the error equals that of Xᵀ C Y, so no
+Kronecker product is ever formed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _NOISE = 1e-12
 """Relative errors below this value are rounding errors in the Gram matrices, not approximation errors."""
 WORKERS = 2
-"""Number of threads that compute Gram matrices: one hashes while the other multiplies. Each has its own buffer."""
+"""Number of threads that compute Gram matrices. One thread can hash data while the other multiplies."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,20 @@ class BlockMergeReport:
     missing: tuple[str, ...] = ()
     """Inputs that do not have the block."""
     norm: float = 0.0
-    """‖Σ w B ⊗ A‖; 0 if it was not measured."""
+    """Norm ‖Σ w B ⊗ A‖ of the exact sum; 0 if it was not measured."""
     error: float = 0.0
-    """‖Σ w B ⊗ A − merged‖."""
+    """Norm of the difference between the exact sum and the merged block."""
     bound: float = 0.0
-    """The paper's bound on the error, T σ_A σ_B."""
+    """The paper's bound on the error, T σ_A σ_B, with the standard deviations of the factors over the T tasks."""
 
     @property
     def frobenius(self) -> float:
-        """The error relative to the norm."""
+        """The error relative to the norm of the exact sum."""
         return self.error / self.norm if self.error else 0.0
 
     @property
     def relative_bound(self) -> float:
-        """The bound relative to the norm."""
+        """The bound on the error relative to the norm of the exact sum."""
         return self.bound / self.norm if self.bound else 0.0
 
 
@@ -74,11 +75,11 @@ class MergeReport:
     measured: bool
     """Whether errors were measured; False if the merge is exact."""
     subtracted: tuple[str, ...] = ()
-    """Tasks that were subtracted from an input. The earlier merge error for its other tasks is then unknown."""
+    """Tasks that were subtracted from an input. The error of the merge that produced this input is then unknown."""
 
     @property
     def total(self) -> BlockMergeReport:
-        """A combined report on all blocks."""
+        """One report that combines the norms, errors and bounds of all blocks."""
         norm, error, bound = (
             hypot(*(getattr(block, key) for block in self.blocks)) for key in ("norm", "error", "bound")
         )
@@ -162,7 +163,7 @@ def merge_and_report(
         weights: See `merge`.
         without: See `merge`.
         allow_partial: See `merge`.
-        on_progress: Called with the number of blocks done and their total.
+        on_progress: Called with the number of blocks done and the total number of blocks.
 
     Returns:
         The merged curvature and the report.
@@ -255,7 +256,7 @@ def _terms(name: str, inputs: Sequence[MergeInput], factors: Sequence[float]) ->
 class _GramMatrices:
     """Computes the coordinates of the matrices of all blocks in background threads.
 
-    A matrix that several blocks share is processed once.
+    Matrices that several blocks share are processed once.
     """
 
     def __init__(self, terms_of_blocks: Sequence[Terms]):
@@ -301,7 +302,7 @@ def _measure(name: str, terms: Terms, combination: Combination, missing: Sequenc
 
 
 def _deviation(points: Tensor, tasks: Tensor) -> float:
-    """Returns √T σ, where σ is the standard deviation of T points; each row of `points` counts once per task."""
+    """Returns √T σ, where σ is the standard deviation of T points; row k of `points` stands for `tasks[k]` points."""
     centered = points - tasks @ points / tasks.sum()
     return float((tasks[:, None].sqrt() * centered).norm())
 

@@ -1,15 +1,16 @@
 """The merge rules `tak`, `stack`, `optimal` and `shards`, and the base class of rules.
 
-- `tak` is the paper's rule, (Σ B_t) ⊗ (Σ λ_t A_t): one term for any number of tasks. The paper is *Dataless Weight
-  Disentanglement in Task Arithmetic via Kronecker-Factored Approximate Curvature* (TAK, ICLR 2026).
+- `tak` is the paper's rule, (Σ B_t) ⊗ (Σ λ_t A_t): one term for any number of tasks. The shares λ_t and the weights
+  w_t = T λ_t of the T tasks are defined in `inputs`. The paper is *Dataless Weight Disentanglement in Task Arithmetic
+  via Kronecker-Factored Approximate Curvature* (TAK, ICLR 2026).
 - `stack` keeps every term with its weight. The result is exact, and as large as all inputs together.
 - `optimal` is the nearest sum of r Kronecker products in the Frobenius norm. Rearranged, Σ w_t B_t ⊗ A_t is the matrix
   Σ w_t vec(B_t) vec(A_t)ᵀ of rank T, whose best approximation of rank r is its truncated singular value decomposition.
-  In coordinates (see `strips.py`), this matrix is N = Xᵀ diag(w) Y, of shape (T, T). With singular vectors p and q
-  of N, N q = Σ w_t <A_t, q> B_t and Nᵀ p = Σ w_t <B_t, p> A_t give the coefficients of the factors.
+  In coordinates (see `strips.py`), this matrix is N = Xᵀ diag(w) Y, of shape (T, T). If p and q are singular vectors
+  of N, the new factors are proportional to Σ w_t <A_t, q> B_t and Σ w_t <B_t, p> A_t.
 - `shards` joins estimates of one task from different examples into the estimate from all of them. A is a mean over
   positions (or over examples if positions are reduced first); B and whole matrices are means over examples. The joint
-  mean is therefore the mean of the shards' means, weighted by these counts.
+  mean is therefore the mean of the shards' means, weighted by their numbers of positions or examples.
 
 Shapes: a block has K terms, which are those of all inputs in sequence. The `sides` of a Kronecker term are B and A; a
 block that is one whole matrix has a single side. A combination into r terms has coefficients of shape (r, K) for each
@@ -43,7 +44,7 @@ PARTIAL = "partial"
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of one block from all inputs. The target is Σ weight · (Kronecker product of the sides)."""
+    """The terms of one block from all inputs. A merge approximates Σ weight · (Kronecker product of the sides)."""
 
     weights: Tensor
     """Weights, of shape (K,)."""
@@ -95,7 +96,7 @@ class MergeRule(ABC):
 
     @property
     def step(self) -> str:
-        """Name of the rule in a block's losses."""
+        """Name under which the losses of a block record the error of this rule."""
         return f"{self.name}:{self.rank}" if self.ranked else self.name
 
     def error_in(self, losses: Sequence[Loss]) -> float | None:
@@ -123,11 +124,11 @@ class MergeRule(ABC):
         """Combines the Kronecker terms of a block."""
 
     def whole(self, terms: Terms) -> Combination:
-        """Sums the matrices of a block that is one whole matrix."""
+        """Sums the weighted matrices of all inputs for a block that is one whole matrix."""
         return Combination(torch.ones(1, dtype=torch.float64), (terms.weights[None],))
 
     def weights(self, inputs: Sequence[MergeInput], weights: Sequence[float] | None) -> list[float]:
-        """Returns the factor by which each input is multiplied in the target.
+        """Returns the factor by which each input is multiplied in the sum that the rule approximates.
 
         Args:
             inputs: The inputs.
@@ -144,11 +145,11 @@ class MergeRule(ABC):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the data of the merged curvature if it is a single dataset, else None."""
+        """Returns the description of the merged curvature's data if the data is a single dataset, else None."""
         return None
 
     def estimate(self, inputs: Sequence[MergeInput]) -> Estimate | None:
-        """Returns the settings of the estimates if they are the same for all inputs, else None."""
+        """Returns the estimate settings if all inputs share them, else None. Seeds may differ and are then left out."""
         settings = {item.estimate_without_seed for item in inputs}
         seeds = {item.estimate.seed for item in inputs if item.estimate}
         (only, *others) = settings
@@ -158,7 +159,7 @@ class MergeRule(ABC):
 
 
 class TakRule(MergeRule):
-    """The paper's rule: (Σ B_t) ⊗ (Σ λ_t A_t)."""
+    """The paper's rule: one term, (Σ B_t) ⊗ (Σ λ_t A_t), where λ_t is the share of task t; see `inputs`."""
 
     name = "tak"
     keeps_sums = True
@@ -207,7 +208,7 @@ _EQUAL = 1e-9
 
 
 class OptimalRule(MergeRule):
-    """The nearest sum of `rank` Kronecker products in the Frobenius norm.
+    """The rule that finds the sum of `rank` Kronecker products that is nearest in the Frobenius norm.
 
     Args:
         rank: Number of terms to keep, at least 1.
@@ -222,7 +223,7 @@ class OptimalRule(MergeRule):
             raise KfacpackError(f"expected a rank of at least 1, got {rank}")
 
     def kronecker(self, terms: Terms) -> Combination:
-        """Truncates the singular value decomposition of the rearranged sum."""
+        """Truncates the singular value decomposition of the rearranged sum; see the docstring of the module."""
         w = terms.weights
         if self.rank >= len(w):
             identity = torch.eye(len(w), dtype=torch.float64)
@@ -245,7 +246,10 @@ class OptimalRule(MergeRule):
 
 
 def _decompose(N: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns p, s, q with N = p diag(s) qᵀ. If s[0] is repeated, q[:, 0] is the vector nearest to `mean`."""
+    """Computes the singular value decomposition N = p diag(s) qᵀ.
+
+    If several singular values equal s[0], q[:, 0] is, of all possible choices, the vector nearest to `mean`.
+    """
     p, s, qh = torch.linalg.svd(N)
     q = qh.T.clone()
     equal = int((s >= s[0] * (1 - _EQUAL)).sum())
@@ -289,14 +293,14 @@ class ShardsRule(MergeRule):
             raise KfacpackError(f"the shards have {total} examples, but the dataset has {size}: some are counted twice")
 
     def kronecker(self, terms: Terms) -> Combination:
-        """Averages B over examples, and A over positions or examples."""
+        """Averages B, weighted by numbers of examples, and A, weighted by numbers of positions or examples."""
         B, A = terms.sides
         over_positions = terms.sharing == "expand"
         sides = (_shares(B, over_positions=False), _shares(A, over_positions=over_positions))
         return Combination(torch.ones(1, dtype=torch.float64), sides)
 
     def whole(self, terms: Terms) -> Combination:
-        """Averages G over examples."""
+        """Averages the matrices G of the shards, weighted by their numbers of examples."""
         (G,) = terms.sides
         return Combination(torch.ones(1, dtype=torch.float64), (_shares(G, over_positions=False),))
 
@@ -324,13 +328,13 @@ class ShardsRule(MergeRule):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the common source, with the total number of examples in all shards."""
+        """Returns the source that all shards have in common, with the total number of their examples."""
         source = inputs[0].source
         return source and source.model_copy(update={"examples": sum(map(_examples, inputs))})
 
 
 def _shares(matrices: Sequence[Matrix], *, over_positions: bool) -> Tensor:
-    """Returns the share of each matrix in the joint mean, of shape (1, K)."""
+    """Returns the share of all positions, or of all examples, that each matrix covers, of shape (1, K)."""
     counts = [matrix.positions if over_positions else matrix.examples for matrix in matrices]
     numbers = torch.tensor([[count or 0 for count in counts]], dtype=torch.float64)
     if None in counts or not numbers.any():

@@ -53,7 +53,7 @@ DIRECT_ENTRIES = 1024
 DIRECT_WHOLE_ENTRIES = 4096
 """Blocks that are one whole matrix are solved directly if they have at most this many entries."""
 EIGENVECTOR_SIDE = 1024
-"""Up to this side, the preconditioner uses eigenvectors, because computing them takes less time than they save."""
+"""Up to this side length, the preconditioner uses eigenvectors, because they save more time than they cost."""
 _FLIP_FLOP_STEPS, _MAX_RESTARTS = 1, 3
 
 
@@ -71,7 +71,7 @@ class SolveTerm:
 
 @dataclass(frozen=True)
 class SolveSettings:
-    """Settings of the solver."""
+    """Damping and stopping criteria of `solve_block`."""
 
     damping: float
     """Coefficient of the mean eigenvalue of Σ w G in ε."""
@@ -158,7 +158,7 @@ def clipped(structure: BlockStructure) -> BlockStructure:
 
 
 class _System:
-    """The linear system of one block."""
+    """The linear system (Σ w G + ε) D = R of one block, and the methods that solve it."""
 
     def __init__(
         self,
@@ -196,12 +196,12 @@ class _System:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the block is one whole matrix over its flattened entries."""
+        """Whether the curvature of the block is one whole matrix over the flattened entries of W."""
         return len(self.products[0][1]) == 1
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Side of each operator in a product."""
+        """Side length of each operator in a product."""
         return (prod(self.shape),) if self.is_whole else self.shape
 
     def _mean_eigenvalue(self) -> float:
@@ -225,14 +225,14 @@ class _System:
         return total if self.mask is None else total * self.mask
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Pads the rows and columns of x with zeros if the operators are aligned."""
+        """Pads x with zero rows and columns to the size of aligned operators; returns x itself for other operators."""
         if not self.is_aligned:
             return x
         rows, columns = x.shape
         return torch.nn.functional.pad(x, (0, aligned(columns) - columns, 0, aligned(rows) - rows))
 
     def _add_products(self, total: Tensor, products: Sequence[WeightedProduct], x: Tensor) -> Tensor:
-        """Adds Σ w B x A to the total in place, and returns it."""
+        """Adds Σ w B x A, or Σ w G x for whole matrices, to `total` in place, and returns `total`."""
         for weight, operators in products:
             if self.is_whole:
                 total.add_(operators[0](x.reshape(-1, 1)).reshape(x.shape), alpha=weight)
@@ -245,7 +245,7 @@ class _System:
         return total
 
     def apply(self, x: Tensor) -> Tensor:
-        """Computes (Σ w G + ε) x."""
+        """Computes (Σ w G + ε) x for a (rows, columns) matrix x. Entries that must not change are set to zero."""
         total = self._add_products(self.epsilon * x, self.products, x)
         return total if self.mask is None else total.mul_(self.mask)
 
@@ -265,7 +265,7 @@ class _System:
             change, residual, iterations = direct, self.right - self.apply(direct), 0
         else:
             change, residual, iterations = self._conjugate_gradients()
-        # f(W_0 + D) = f(W_0) − 2 <D, R> + <D, M D> with M D = R − r.
+        # For the objective c and the residual r: c(W_0 + D) = c(W_0) − 2 <D, R> + <D, M D> with M D = R − r.
         after = self.objective - _dot(change, self.right) - _dot(change, residual)
         relative = float(residual.norm() / self.right.norm())
         if not (relative < 1 and after <= self.objective):
@@ -334,7 +334,7 @@ class _System:
         return scalars
 
     def _solve_one_side(self, side: int, scalars: Sequence[float]) -> Tensor:
-        """Solves (Σ w c B + ε) D = R for side 0, or D (Σ w c A + ε) = R for side 1, as in RegMean."""
+        """Solves (Σ w c B + ε) D = R for side 0 and D (Σ w c A + ε) = R for side 1. The other side is c I."""
         total = torch.zeros((self.sides[side],) * 2, dtype=self.dtype)
         for (weight, operators), scalar in zip(self.products, scalars, strict=True):
             total.add_(full_matrix(operators[side], self.sides[side]), alpha=weight * scalar)
@@ -345,7 +345,7 @@ class _System:
         return torch.cholesky_solve(self.right.T, factor).T
 
     def _solve_product(self) -> Tensor:
-        """Solves B D A + ε D = R with the eigenvectors of B and A if all products share an operator on one side."""
+        """Solves B D A + ε D = R with the eigenvectors of B and A. All products must share the operator on one side."""
         shared = 0 if len({id(operators[0]) for _, operators in self.products}) == 1 else 1
         factors = [full_matrix(operator, side) for operator, side in self._paired(self.products[0][1])]
         factors[1 - shared] = torch.zeros_like(factors[1 - shared])
@@ -365,7 +365,7 @@ class _System:
             The solution, its residual and the number of iterations.
 
         Raises:
-            _NotPositiveError: If a direction p with pᵀ M p ≤ 0 is found.
+            _NotPositiveError: If a direction p with pᵀ (Σ w G + ε) p ≤ 0 is found.
         """
         precondition = self._preconditioner()
         threshold = self.settings.tolerance * float(self.right.norm())
@@ -384,7 +384,7 @@ class _System:
     def _iterate(
         self, solution: Tensor, residual: Tensor, precondition: LinearMap, threshold: float, iterations: int
     ) -> int:
-        """Updates solution and residual in place until the residual is small; returns the number of iterations."""
+        """Updates solution and residual in place until the residual is small. Returns the increased `iterations`."""
         direction, product = torch.zeros_like(residual), 0.0
         while float(residual.norm()) > threshold and iterations < self.settings.iterations:
             step = precondition(residual)
@@ -417,7 +417,7 @@ class _System:
         return multiply if mask is None else lambda x: mask * multiply(x)
 
     def _diagonal_in_eigenvectors(self, inverses: Sequence[tuple[Tensor, ...]]) -> LinearMap:
-        """Returns x -> P⁻¹ x for the P with the eigenvectors of B ⊗ A and the same diagonal as M in that basis."""
+        """Returns x -> P⁻¹ x, where P has the eigenvectors of B ⊗ A and, in their basis, the diagonal of Σ w G + ε."""
         Q_B, Q_A = (
             torch.block_diag(*(block for part in parts for block in torch.linalg.eigh(part).eigenvectors))
             for parts in inverses
@@ -430,7 +430,7 @@ class _System:
         return lambda x: Q_B @ ((Q_B.T @ x @ Q_A) / denominator) @ Q_A.T
 
     def _nearest_product(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Returns the inverses of B and A, where P = B ⊗ A minimises tr(P⁻¹ M) − log det(P⁻¹ M).
+        """Returns the inverses of B and A, where P = B ⊗ A minimises tr(P⁻¹ M) − log det(P⁻¹ M) for M = Σ w G + ε.
 
         This criterion measures the relative errors of all eigenvalues, which determine the number of iterations. The
         minimum satisfies B = Σ w tr(A_t A⁻¹) B_t / columns and A = Σ w tr(B_t B⁻¹) A_t / rows, with ε I ⊗ I as one of
@@ -438,8 +438,8 @@ class _System:
         that one step suffices. On six tasks of `tiny` with damping 0.1 and a residual of 1e-4, the solver takes at
         most 42 iterations with P (mean 24) and 44 with the eigenvectors of P (mean 21). With the eigenvectors of the
         nearest product in the Frobenius norm (the merge rule `optimal`), which fits only large eigenvalues, it takes up
-        to 64 (mean 25). The eigenvectors of a matrix of side 3072 take 30 times as long as its Cholesky factor, so wide
-        blocks use P itself. With three tasks of 128 examples, P takes 44 iterations and its eigenvectors 43.
+        to 64 (mean 25). The eigenvectors of a 3072 x 3072 matrix take 30 times as long as its Cholesky factor, so wide
+        blocks use P itself. On three tasks of 128 examples, it takes 44 iterations with P and 43 with its eigenvectors.
         """
         rows, columns = self.shape
         sides = [
@@ -460,7 +460,7 @@ class _System:
         inverse: tuple[Tensor, ...],
         size: int,
     ) -> tuple[Tensor, ...]:
-        """Returns (Σ w tr(other · inverse) own / size)⁻¹, with ε as one of the terms."""
+        """Returns (Σ w tr(other · inverse) own / size)⁻¹ for `_nearest_product`, with ε as one of the terms."""
         shift = self.epsilon * sum(float(part.diagonal(dim1=-2, dim2=-1).sum()) for part in inverse) / size
         factors = [
             weight * sum(_dot(part, inner) for part, inner in zip(blocks, inverse, strict=True)) / size
@@ -477,7 +477,7 @@ class _System:
 
 
 def _multiply_blocks(blocks: Sequence[Tensor], x: Tensor) -> Tensor:
-    """Returns M x for a block-diagonal matrix M."""
+    """Returns M x for a block-diagonal matrix M with the given diagonal blocks."""
     heights = [part.shape[0] * part.shape[1] for part in blocks]
     products = [
         # Multiplying by a batch of one matrix is slower than multiplying by the matrix itself.
@@ -496,5 +496,5 @@ def _cholesky(matrix: Tensor) -> Tensor:
 
 
 def _dot(x: Tensor, y: Tensor) -> float:
-    """Returns <x, y>."""
+    """Returns the inner product of x and y as a number."""
     return float(torch.dot(x.reshape(-1), y.reshape(-1)))

@@ -1,7 +1,7 @@
 """Inner products and linear combinations of matrices that may not fit into memory, one strip of entries at a time.
 
-Matrices of the same side share a layout: the lower triangles of K diagonal blocks (K = 1 for a full matrix), or their
-diagonals. A strip is a range of rows of one triangle, or a range of diagonal entries, and contains the same
+Matrices of the same side length share a layout: the lower triangles of K diagonal blocks (K = 1 for a full matrix), or
+their diagonals. A strip is a range of rows of one triangle, or a range of diagonal entries, and contains the same
 entries of every matrix. Sums and inner products therefore never need more of a matrix than one strip in memory.
 
 A Gram matrix of T matrices has shape (T, T), with entries <M_s, M_t>. Coordinates X, also of shape (T, T), satisfy
@@ -52,10 +52,10 @@ class Strip:
 
 
 class StripLayout(ABC):
-    """The common layout of matrices of the same side: the order of their entries, and which entries occur twice."""
+    """The common layout of matrices of equal side length: the order of their entries, and which entries occur twice."""
 
     side: int
-    """Side n of the matrices."""
+    """Side length n of the matrices."""
     shape: Shape
     """Shape of the component `data` of a matrix in this layout."""
 
@@ -90,20 +90,20 @@ class DiagonalStrips(StripLayout):
         self.shape = (side,)
 
     def strips(self, limit: int) -> Iterator[Strip]:
-        """Yields strips that cover the matrix."""
+        """Yields strips of `limit` elements that cover the diagonal; the last one may be shorter."""
         for start in range(0, self.side, limit):
             yield Strip(0, start, min(start + limit, self.side))
 
     def is_strip(self, strip: Strip) -> bool:
-        """Returns whether the elements are a valid strip."""
+        """Returns whether the range of elements lies within the diagonal."""
         return strip.stop <= self.side
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
-        """Returns a strip of one matrix."""
+        """Returns the entries of one diagonal matrix in a strip."""
         return matrix.components.span("data", strip.start, strip.stop)
 
     def diagonal(self, strip: Strip) -> Tensor:
-        """Returns the indices of a strip's diagonal elements."""
+        """Returns the indices of a strip's diagonal elements, which are all of its elements."""
         return torch.arange(strip.stop - strip.start)
 
     def make_matrix(
@@ -122,7 +122,7 @@ class TriangleStrips(StripLayout):
         self.shape = (count, triangle_length(self._width)) if count > 1 else (triangle_length(side),)
 
     def strips(self, limit: int) -> Iterator[Strip]:
-        """Yields strips that cover the matrix."""
+        """Yields strips that cover all triangles. Each has as many rows as fit into `limit` elements, at least one."""
         for block in range(self.count):
             first = 0
             while first < self._width:
@@ -133,19 +133,19 @@ class TriangleStrips(StripLayout):
                 first = last
 
     def is_strip(self, strip: Strip) -> bool:
-        """Returns whether the elements are a valid strip."""
+        """Returns whether the range of elements consists of whole rows of one triangle."""
         first, last = _row_range(strip)
         return (triangle_length(first), triangle_length(last)) == (strip.start, strip.stop) and last <= self._width
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
-        """Returns a strip of one matrix."""
+        """Returns the entries of one matrix in a strip, whatever the form in which the matrix is stored."""
         first, last = _row_range(strip)
         if self.count > 1:
             return _read_triangle(matrix, strip.block, first, last)
         return READERS.get(matrix.form, _read_dense)(matrix, first, last)
 
     def diagonal(self, strip: Strip) -> Tensor:
-        """Returns the indices of a strip's diagonal elements."""
+        """Returns the indices, counted within the strip, of the elements on the diagonal."""
         rows = torch.arange(*_row_range(strip))
         return rows * (rows + 3) // 2 - strip.start
 
@@ -279,7 +279,7 @@ def _read_dense(matrix: Matrix, first: int, last: int) -> Tensor:
 
 
 def _packed_rows(rows: Tensor, first: int) -> Tensor:
-    """Returns the entries up to and including the diagonal in rows of a full matrix, starting at row `first`."""
+    """Returns, for rows of a full matrix from row `first` on, the entries up to and including the diagonal."""
     return rows[torch.ones_like(rows, dtype=torch.bool).tril(first)]
 
 
@@ -297,7 +297,7 @@ def gram(matrices: Sequence[Matrix]) -> Tensor:
     """Computes the Gram matrix of symmetric matrices in one pass over them.
 
     Args:
-        matrices: T matrices of the same side. A matrix that occurs more than once is read once.
+        matrices: T matrices of equal side length. A matrix that occurs more than once is read once.
 
     Returns:
         The inner products <M_s, M_t>, of shape (T, T), in float64.
@@ -316,15 +316,16 @@ def gram(matrices: Sequence[Matrix]) -> Tensor:
 
 
 def coordinates(products: Tensor) -> Tensor:
-    """Returns coordinates X with X Xᵀ = `products`.
+    """Computes coordinates X with X Xᵀ = `products`.
 
-    Rows are normalised before the decomposition, so that small matrices are as accurate as large ones.
+    The Gram matrix is scaled to a unit diagonal before it is decomposed, so that the coordinates of small matrices are
+    as accurate as those of large ones.
 
     Args:
-        products: A Gram matrix of shape (T, T).
+        products: The Gram matrix of T matrices, of shape (T, T).
 
     Returns:
-        The coordinates, of shape (T, T).
+        The coordinates, of shape (T, T). Row t represents matrix t as a vector.
     """
     lengths = products.diagonal().clamp(min=0).sqrt()
     scale = torch.where(lengths > 0, lengths, 1.0)
@@ -336,8 +337,8 @@ def coordinates(products: Tensor) -> Tensor:
 class CombinedTensors(MatrixTensors):
     """The entries of Σ coefficient · matrix, summed in float64 when they are read.
 
-    Reading in parts, as a writer does, streams from the inputs' files and caches nothing. Reading the whole tensor
-    computes it once and caches it.
+    If the entries are read in chunks, as by a writer, they are computed from the inputs' files and not cached. If the
+    whole tensor is read, it is computed once and cached.
     """
 
     def __init__(self, layout: StripLayout, matrices: Sequence[Matrix], coefficients: Sequence[float]):
@@ -354,7 +355,7 @@ class CombinedTensors(MatrixTensors):
         return self._cached
 
     def parts(self, name: str) -> Iterator[Tensor]:
-        """Yields the flattened tensor in consecutive parts."""
+        """Yields the flattened tensor in consecutive chunks."""
         if self._cached is not None:
             yield from super().parts(name)
             return
@@ -364,7 +365,8 @@ class CombinedTensors(MatrixTensors):
     def span(self, name: str, start: int, stop: int) -> Tensor:
         """Returns elements `start` to `stop` of the flattened tensor.
 
-        Only whole rows of one triangle are computed separately; any other span computes the whole tensor.
+        If the elements form a strip of the layout, only they are computed; for any other span, the whole tensor is
+        computed and cached.
         """
         block, first = divmod(start, self._layout.shape[-1])
         strip = Strip(block, first, first + stop - start)
@@ -390,10 +392,10 @@ class MatrixCombiner:
         self._combined: dict[tuple[tuple[int, float], ...], tuple[Matrix, list[Matrix]]] = {}
 
     def __call__(self, matrices: Sequence[Matrix], coefficients: Sequence[float], *, psd: bool | None = None) -> Matrix:
-        """Returns Σ coefficient · matrix, evaluated lazily.
+        """Returns Σ coefficient · matrix, whose entries are computed when they are read.
 
         Args:
-            matrices: Matrices of the same side.
+            matrices: Matrices of equal side length.
             coefficients: One coefficient per matrix.
             psd: Whether the result is marked as positive semi-definite. By default, it is marked if all
                 coefficients are non-negative and all matrices with a non-zero coefficient are positive semi-definite.

@@ -1,8 +1,9 @@
 """Subtraction of tasks from a merged curvature.
 
-`tak` stores sums: for T tasks, B = Σ B_t and T A = Σ w_t A_t. Let D be the set of T_D tasks to remove, and f the factor
-by which the merge multiplied their weights. The weights of the other tasks are rescaled so that their mean is one
-again. Up to rounding, the result is the merge of the other tasks alone:
+`tak` stores sums: for T tasks, B = Σ B_t and T A = Σ w_t A_t, and G = Σ w_t G_t for whole matrices. Let D be the set of
+tasks to remove, T_D their number, and f the factor by which the merge multiplied their weights. The weights of the
+other tasks are rescaled so that their mean is one again. Up to rounding, the result is the merge of the other tasks
+alone:
 
     B' = B − Σ_D B_d        A' = (T A − f Σ_D w_d A_d) / (T − f T_D)        G' = (T − T_D) (G − f G_D) / (T − f T_D)
 """
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 
 _SMALL = 1e-2
-"""If a smaller fraction of a matrix's norm remains, rounding errors may cause negative eigenvalues."""
+"""If a smaller fraction of a matrix's norm remains after a subtraction, its eigenvalues may be negative by rounding."""
 _PRECISION_LOSS = 1e-4
-"""If a smaller fraction remains, rounding errors are at least a thousandth of the result."""
+"""If a smaller fraction of a matrix's norm remains, rounding errors are at least a thousandth of the result."""
 _REMEDY = "Merge the bundles of the other tasks again"
 
 
@@ -154,7 +155,8 @@ def _require_sums(item: MergeInput, rules: Sequence[str]) -> None:
     merge = item.curvature.about.merge
     if merge is None or merge.rule not in rules:
         problem = f"was merged by {merge.rule!r}" if merge else "was not merged"
-        raise SubtractionError(f"{item.name}: {problem}; exact subtraction requires {' or '.join(rules)}. {_REMEDY}")
+        required = f"exact subtraction requires {' or '.join(rules)} as the merge rule"
+        raise SubtractionError(f"{item.name}: {problem}; {required}. {_REMEDY}")
     # Parents may have been compressed before the merge, which then summed the compressed matrices.
     steps = [loss.step for loss in item.curvature.about.losses]
     since_merge = steps[steps.index(TakRule.name) + 1 :] if TakRule.name in steps else steps
@@ -165,7 +167,7 @@ def _require_sums(item: MergeInput, rules: Sequence[str]) -> None:
 
 
 def _factor(merged: MergeInput, part: MergeInput) -> float:
-    """Returns the factor by which `part` was multiplied when it was merged."""
+    """Returns the factor by which `part` was multiplied when it was merged into `merged`."""
     weights = {parent.sha256: parent.weight for parent in merged.parents}
     factors = [weights[parent.sha256] / parent.weight for parent in part.parents]
     if not all(isclose(factor, factors[0], rel_tol=1e-9) for factor in factors):
@@ -177,7 +179,7 @@ def _factor(merged: MergeInput, part: MergeInput) -> float:
 
 
 def _remaining_fraction(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> float:
-    """Returns the norm of the combination relative to that of its first term."""
+    """Returns the norm of Σ coefficient · matrix relative to the norm of its first term."""
     values = torch.tensor(coefficients, dtype=torch.float64)
     products = gram(matrices)
     whole = float(products[0, 0]) * coefficients[0] ** 2

@@ -37,7 +37,7 @@ from kfacpack.tasks.task import Example, Split, batched
 SplitSource: TypeAlias = tuple[Split, str]
 """A split and the name of its task."""
 BatchIndices: TypeAlias = tuple[int, Sequence[int]]
-"""Index of a source, and the indices of its examples that form a batch."""
+"""Index into a sequence of sources, and the indices of the examples of this source that form a batch."""
 
 MAX_WORKERS = 4
 """Maximum number of worker processes when the number is chosen automatically."""
@@ -72,12 +72,13 @@ def batches(
 ) -> Generator[Batch, None, None]:
     """Yields one prepared batch for each entry of `indices`, in order.
 
-    Close the generator if it is not exhausted, so that its worker processes exit.
+    If you do not read the generator to its end, close it, so that its worker processes exit.
 
     Args:
         model: Model that prepares the examples.
         sources: Splits to read from, each with the name of its task.
-        indices: Source and example indices of each batch. They are read slightly ahead and may be infinite.
+        indices: For each batch, the index of its source and the indices of its examples. The iterable is read a few
+            batches ahead and may be infinite.
         pin_memory: Whether to return tensors in pinned memory if the model is on a CUDA device.
 
     Raises:
@@ -115,16 +116,17 @@ def step_batches(
     steps: Iterable[Sequence[BatchIndices]],
     labels: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> Generator[list[Any], None, None]:
-    """Yields the batches of each step, moved to the model's device in one copy.
+    """Yields, for each step, the list of its batches, which are moved to the model's device in one copy.
 
-    Close the generator if it is not exhausted, so that its worker processes exit.
+    If you do not read the generator to its end, close it, so that its worker processes exit.
 
     Args:
         model: Model that prepares the examples.
         sources: Splits to read from, each with the name of its task.
-        steps: Source and example indices of the batches of each step. They are read ahead and may be infinite.
-        labels: Function that returns the labels of N examples, (N,), on the CPU, given their indices. If it is given,
-            pairs of a batch and its labels are yielded.
+        steps: For each batch of each step, the index of its source and the indices of its examples. The iterable is
+            read a few batches ahead and may be infinite.
+        labels: Function that maps the indices of N examples to their labels, (N,), on the CPU. If it is given, the
+            lists contain pairs of a batch and its labels instead of batches.
 
     Raises:
         KfacpackError: If an example cannot be read, or a worker process exited unexpectedly.
@@ -148,7 +150,7 @@ class BatchMover:
     waiting for the device.
 
     Args:
-        device: The device.
+        device: The device to which batches are moved.
     """
 
     def __init__(self, device: torch.device):
@@ -156,7 +158,7 @@ class BatchMover:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: ModelInput) -> Any:
-        """Returns the batch with its tensors on the device. The tensors may share memory."""
+        """Returns the batch with its tensors on the device. The tensors may be views of one buffer."""
         tensors = tensors_of(batch)
         if not tensors or all(tensor.device == self._device for tensor in tensors):
             return batch
@@ -172,10 +174,11 @@ class BatchMover:
 
 
 class DeferredValues:
-    """Values of a tensor that are read later, after more work has been queued, so that the device is never idle.
+    """The values of a tensor, which are read at a later time, so that more work can be queued on the device first.
 
     Args:
-        tensor: The tensor, which must not be modified. On CUDA devices, its copy to the CPU starts immediately.
+        tensor: The tensor. It must not be modified before the values are read. If the tensor is on a CUDA device, it
+            is copied to the CPU in the background.
     """
 
     def __init__(self, tensor: Tensor):
@@ -214,7 +217,7 @@ def _identity(batch: Any) -> Any:
 
 
 def _init_worker(number: int) -> None:
-    """Ignores Ctrl-C, which the terminal sends to all processes; SIGTERM ends the worker."""
+    """Makes a worker process ignore Ctrl-C, which the terminal sends to all processes, and exit on SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -273,10 +276,10 @@ def outputs(
         task: Name of the task.
         indices: Indices of the examples.
         batch_size: Examples per batch.
-        forward: Function that computes f from a batch, for edited models. Defaults to that of the model.
+        forward: Function that computes f from a batch, such as that of an edited model. Defaults to `model.forward`.
 
     Yields:
-        The indices of the examples in a batch, and f for these examples, (N, C), in at least float32.
+        For each batch, the indices of its examples, and f for these examples, (N, C), in at least float32.
 
     Raises:
         KfacpackError: If f contains NaN or Inf, or an example cannot be read.
@@ -290,14 +293,14 @@ def outputs(
 def prepared_batches(
     model: Model, split: Split, task: str, indices: Sequence[int], batch_size: int
 ) -> Iterator[tuple[Sequence[int], Batch]]:
-    """Yields the indices of the examples in each batch, and the prepared batch; see `outputs` for the arguments."""
+    """Yields, for each batch, the indices of its examples and the prepared batch. See `outputs` for the arguments."""
     groups = list(batched(indices, batch_size))
     yield from zip(groups, batches(model, [(split, task)], [(0, group) for group in groups]), strict=True)
 
 
 @contextmanager
 def name_task_in_errors(split: Split, task: str, chosen: Sequence[int]) -> Iterator[None]:
-    """Context manager that adds the task, the split and the examples to the error if f contains NaN or Inf."""
+    """Context manager that converts a `NotFiniteError` to an error that names the task, the split and the examples."""
     try:
         yield
     except NotFiniteError as error:
@@ -313,10 +316,11 @@ _FINGERPRINT_EXAMPLES = 32
 def fingerprint(
     model: Model, split: Split, task: str, indices: Sequence[int] | None = None, *, labels: bool = False
 ) -> str:
-    """Returns a digest that detects changes in the data, at the cost of preparing one batch.
+    """Returns a digest by which changes in the data are detected.
 
     The digest covers the number of examples and up to 32 prepared examples, evenly spaced and including the first and
-    the last.
+    the last. Changes in other examples are not detected. Computing the digest takes about as long as preparing a
+    batch.
 
     Args:
         model: Model that prepares the examples.

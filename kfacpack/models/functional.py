@@ -39,8 +39,7 @@ _PATCH_LOCK = threading.RLock()
 def reentrant_checkpoints_refused(remedy: str) -> Iterator[None]:
     """Context manager that raises an error if this thread calls `torch.utils.checkpoint` with `use_reentrant=True`.
 
-    Such a call runs a part of the model without gradients, so the parameters of this part are missing from autograd's
-    graph.
+    Such a call runs a part of the model without gradients. The parameters of this part are missing from the graph.
 
     Args:
         remedy: What to do instead, for the error message.
@@ -95,7 +94,7 @@ def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> T
     if not isinstance(f, Tensor) or f.dim() != 2 or not f.is_floating_point() or 0 in f.shape:
         output = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
         problem = f"expected the model to return f as floats of shape (examples, width), got {output}"
-        raise KfacpackError(f"{problem}. Select f with 'forward', such as forward=lambda x: model(x).pooler_output")
+        raise KfacpackError(f"{problem}. Pass a function, such as forward=lambda x: model(x).pooler_output")
     if finite:
         require_finite(f)
     return f
@@ -163,8 +162,7 @@ class MirroredTensor(Tensor):
 
     Models may read values of their batch: transformers, for example, checks whether a mask contains padding. The result
     of a function in `_MIRRORED` is mirrored as well; its values are computed on the CPU when they are first read. Other
-    functions are applied to the tensor on the device. Once the tensor has been modified in place, its values are read
-    from the device.
+    functions are applied to the tensor on the device. After an in-place change, values are read from the device.
     """
 
     device_tensor: Tensor
@@ -174,7 +172,7 @@ class MirroredTensor(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, host: Tensor | Callable[[], Tensor]) -> Tensor:
-        """Returns a mirrored tensor, or `tensor` itself if its dtype is not supported or it is an inference tensor.
+        """Returns a mirrored tensor, or `tensor` itself if it is a float, complex or inference tensor.
 
         Inference tensors do not record modifications, so a copy of their values may become outdated.
 
@@ -193,14 +191,14 @@ class MirroredTensor(Tensor):
         return tensor_versions([self.device_tensor]) == self._versions
 
     def host(self) -> Tensor:
-        """Returns the values that the tensor had when it was constructed, on the CPU."""
+        """Returns a CPU tensor with the values that this tensor had when it was created."""
         if not isinstance(self._host, Tensor):
             self._host = self._host()
         return self._host
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a torch function: on the CPU if it only reads values, otherwise on the device."""
+        """Calls a torch function: on the CPU copy if it only reads values, otherwise on the device."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         tensors = _nested_tensors([*args, *kwargs.values()])
         known = all(isinstance(tensor, cls) and tensor.is_current() for tensor in tensors)
@@ -229,12 +227,12 @@ def device_tensor(value: Any) -> Any:
 
 
 def host_copy(tensor: Tensor) -> Tensor | None:
-    """Returns the CPU copy of a mirrored tensor; None for other tensors, or if the tensor has been modified."""
+    """Returns the CPU copy of a mirrored tensor, or None if the tensor is not mirrored or has been modified."""
     return tensor.host() if isinstance(tensor, MirroredTensor) and tensor.is_current() else None
 
 
 def _replaced(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Returns the arguments of a call with `function` applied to each item in lists, tuples and dicts."""
+    """Applies `function` to every item of nested lists, tuples and dicts, and returns the same structure."""
     if type(value) in (list, tuple):
         return type(value)(_replaced(item, function) for item in value)
     if type(value) is dict:
@@ -257,8 +255,8 @@ _RAW_READS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr"
 def reads_reported(report: Callable[[str], None]) -> Iterator[None]:
     """Context manager that reports calls to methods that read the values of a tensor without using the dispatcher.
 
-    The methods are replaced temporarily. A `TorchFunctionMode` could intercept them as well, but it disables the fast
-    path of nn.MultiheadAttention, so the model would run other operations than usual.
+    The methods are replaced temporarily. A `TorchFunctionMode` is not used, because it disables the fast path of
+    nn.MultiheadAttention, so that the model would run other operations than usual.
 
     Args:
         report: Called with a description of each call.
@@ -337,23 +335,22 @@ class TensorPack:
 
 
 ANSWERS = "answers"
-"""Key of the mask, (N, R), of the positions whose outputs are rows of f.
+"""Key of the mask of positions that have a row in f, (N, length) or (N, sequences per example, length).
 
-A batch contains this key only if the model may have several rows of f per example.
-"""
+Only in batches of models that may have several rows of f per example."""
 
 
 def padding_mask(batch: ModelInput) -> Tensor | None:
-    """Returns the batch's `attention_mask` as a bool tensor (N, R), False for padding; None if there is no mask.
+    """Returns the batch's `attention_mask` as a bool tensor (N, R), or None if the batch contains no such mask.
 
-    R is the total number of positions in all sequences of an example.
+    The mask is False for padding. R is the total number of positions in all sequences of an example.
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask.bool().flatten(1) if isinstance(mask, Tensor) and mask.dim() > 1 else None
 
 
 def rows_per_example(batch: ModelInput) -> list[int] | None:
-    """Returns the number of rows of f for each example; None if the batch has no mask `ANSWERS`."""
+    """Returns the number of rows of f for each example, or None if the batch does not contain the key `ANSWERS`."""
     answers = batch.get(ANSWERS) if isinstance(batch, Mapping) else None
     return answers.flatten(1).sum(1).tolist() if isinstance(answers, Tensor) and answers.dim() > 1 else None
 
@@ -412,7 +409,7 @@ def eval_mode(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[No
 
 
 def zeros_like_parameters(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns τ = 0, the starting point of training, in at least float32."""
+    """Returns a zero tensor in at least float32 for each parameter: the task vector τ at the start of training."""
     return {
         name: torch.zeros_like(
             parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False
@@ -426,7 +423,7 @@ def select_parameters(
 ) -> dict[str, Tensor]:
     """Selects parameters of a module by name.
 
-    A parameter with several names (tied weights) is returned under its first name, regardless of the selected name.
+    A parameter with several names (tied weights) can be selected by any of them and is returned under the first.
 
     Args:
         model: Module to select from.
@@ -454,7 +451,7 @@ def select_parameters(
         excluded = tuple(frozen)
         free = {name: p for name, p in named.items() if not any(fnmatchcase(name, pattern) for pattern in excluded)}
         if not free:
-            raise KfacpackError("every parameter of the model is frozen; select parameters by name")
+            raise KfacpackError("every parameter of the model is frozen; select some of them with --params (params)")
         return {name: p for name, p in free.items() if first[id(p)] == name}
     patterns = [params] if isinstance(params, str) else list(params)
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
@@ -471,8 +468,8 @@ def select_parameters(
 def require_unsharded(model: nn.Module) -> None:
     """Rejects a module whose parameters are divided among processes.
 
-    Such parameters are gathered only while their layer runs. Curvature and tangents refer to whole parameters, so the
-    parts in other processes would be silently ignored.
+    In such a module, each process holds only its own part of a parameter. Curvature and tangents would be computed for
+    this part alone, and the parts in other processes would be silently ignored.
 
     Args:
         model: Module whose parameters are checked.
@@ -499,5 +496,5 @@ def require_unsharded(model: nn.Module) -> None:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Converts half-precision tensors to float32: in bfloat16, a small change in f would be rounded away."""
+    """Converts half-precision tensors to float32, because a small change in f would be rounded away in bfloat16."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

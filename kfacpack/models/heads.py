@@ -1,17 +1,17 @@
 """Heads: frozen maps from f to the logits of classes, or of the tokens in a completion.
 
-Notation: K is the number of classes, C the width of f, N the number of examples.
+Notation: K is the number of classes, C the width of f, N the number of examples. The logit of class k is w_k·f + b_k.
 
     from texts        w_k = scale · normalised mean over templates of the class's text embeddings,  b = 0
-    from words        w_k = the row of the output layer that predicts the class's name as the next word,  b = 0;
-                      for names of several tokens, the logit is the log-likelihood of the name after the prompt
+    from words        w_k = the row of the output layer that predicts the first token of the class's answer,  b = 0;
+                      if an answer has several tokens, the logits are the log-likelihoods of the whole answers
     from prototypes   w_k = scale · normalised (m_k - c),  b_k = -w_k·c
 
 where m_k is the mean of f over the class's training examples, and c is the mean of all m_k. For texts, `scale` is the
-logit scale of the model. Prototypes are further apart than text embeddings, and if the scale is too large, so are the
-first training steps. For prototypes, `scale` is therefore the value, at most the model's logit scale, that minimises
-the cross-entropy on the training examples. Heads are computed at the pretrained weights and do not change during
-training.
+logit scale of the model. For prototypes, this scale would make the first training steps too large, because the angles
+between prototypes are larger than those between text embeddings. The `scale` of prototypes is therefore the value, at
+most the model's logit scale, that minimises the cross-entropy on the training examples. Heads are computed from the
+pretrained weights and do not change during training.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Head:
             f: Model outputs, (N, C), of any float dtype.
 
         Returns:
-            (N, K), in the dtype of the head.
+            Logits, (N, K), in the dtype of the head.
         """
         return f.to(self.weight.dtype) @ self.weight.T + self.bias
 
@@ -81,10 +81,10 @@ class Head:
         return True
 
     def of_classes(self, classes: range) -> Head:
-        """Returns a head that is restricted to consecutive classes. Its tensors are views of this head's tensors.
+        """Returns a head for a range of this head's classes. Its tensors are views of this head's tensors.
 
         Args:
-            classes: Indices of the classes.
+            classes: Range of class indices.
         """
         rows = slice(classes.start, classes.stop)
         return replace(self, weight=self.weight[rows], bias=self.bias[rows], classes=self.classes[rows])
@@ -98,7 +98,7 @@ class Head:
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def difference(self, other: Head) -> str | None:
-        """Returns a description of the first difference between two heads; None if they are equal.
+        """Returns a description of the first difference between two heads, or None if they are equal.
 
         Args:
             other: The head to compare with.
@@ -118,9 +118,9 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class AnswerHead(Head):
-    """A head that scores classes by the log-likelihood of their names, for names of several tokens.
+    """A head that scores each class by the log-likelihood of its answer. It is used if an answer has several tokens.
 
-    `weight` is the output layer, (vocabulary, C). Each example has one row of f per token of every answer.
+    `weight` is the output layer, (vocabulary, C). For each example, f has one row per token of each answer.
     """
 
     answers: tuple[tuple[int, ...], ...] = ()
@@ -132,10 +132,10 @@ class AnswerHead(Head):
         """Returns the log-likelihoods of the classes.
 
         Args:
-            f: Model outputs, (N · T, C), where T is the number of tokens in all answers together.
+            f: Model outputs, (N · T, C), where T is the total number of tokens in all answers.
 
         Returns:
-            (N, K), in the dtype of the head.
+            Log-likelihoods, (N, K), in the dtype of the head.
         """
         tokens, order = self._indices
         rows = super().logits(f).log_softmax(1).unflatten(0, (-1, len(tokens)))
@@ -145,19 +145,19 @@ class AnswerHead(Head):
 
     @cached_property
     def _indices(self) -> tuple[Tensor, Tensor]:
-        """The tokens of all answers, and `answer_of`; both are copied to the device once."""
+        """The tokens of all answers, and `answer_of`, as tensors on the device."""
         tokens = [token for answer in self.answers for token in answer]
         device = self.weight.device
         return torch.tensor(tokens, device=device), torch.tensor(self.answer_of, device=device)
 
     def of_classes(self, classes: range) -> Head:
-        """Returns a head that is restricted to consecutive classes."""
+        """Returns a head for a range of this head's classes."""
         rows = slice(classes.start, classes.stop)
         return replace(self, classes=self.classes[rows], answer_of=self.answer_of[rows])
 
     @property
     def is_stored(self) -> bool:
-        """Always False, because the weight is the whole output layer of the model."""
+        """Always False: the weight is the output layer of the model, so the head can be rebuilt from the model."""
         return False
 
 
@@ -169,7 +169,7 @@ class CompletionHead(Head):
     """
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns each example's mean cross-entropy and fraction of correct tokens, both summed over the examples."""
+        """Returns the sums over examples of the mean cross-entropy per token and of the fraction of correct tokens."""
         examples, targets = (tensor.to(f.device) for tensor in answer_positions(batch, len(f)))
         counts = torch.zeros_like(labels, dtype=f.dtype).index_add_(
             0, examples, torch.ones_like(examples, dtype=f.dtype)
@@ -179,13 +179,13 @@ class CompletionHead(Head):
         return (losses * weights).sum(), ((logits.argmax(1) == targets) * weights).sum()
 
     def log_likelihoods(self, f: Tensor, batch: Batch) -> tuple[Tensor, int]:
-        """Returns the log-likelihoods of the tokens in all completions, (P,), and the number of correct predictions."""
+        """Returns the log-likelihoods of all tokens of the completions, (P,), and the number of correct tokens."""
         logits, targets = self.logits(f), answer_positions(batch, len(f))[1].to(f.device)
         return -cross_entropy(logits, targets, reduction="none"), int((logits.argmax(1) == targets).sum())
 
     @property
     def is_stored(self) -> bool:
-        """Always False, because the weight is the whole output layer of the model."""
+        """Always False: the weight is the output layer of the model, so the head can be rebuilt from the model."""
         return False
 
 
@@ -201,16 +201,16 @@ def head_for(
     batch_size: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Head:
-    """Builds the classification head of a task for a model.
+    """Builds the head of a task for a model.
 
     Args:
         model: Pretrained model.
-        task: Task with class names.
+        task: Task with class names, or with prompts and completions; for the latter, `kind` is ignored.
         kind: `"text"`, `"words"`, `"prototypes"` or `"auto"`. `"auto"` uses texts if the model has a text tower and
             the task has templates; otherwise words if f predicts words and the class names start with different tokens;
             otherwise prototypes.
         batch_size: Examples per batch; used only for prototypes.
-        on_progress: Called with the number of training examples done and their total; used only for prototypes.
+        on_progress: Called with the number of training examples done and the total number; used only for prototypes.
 
     Returns:
         A frozen head.
@@ -253,7 +253,7 @@ def check_head(model: Model, task: Task, kind: HeadKind = "auto") -> None:
 
 
 def _resolve_kind(model: Model, task: Task, kind: HeadKind) -> HeadKind:
-    """Returns the kind of head to build, with `"auto"` resolved."""
+    """Returns the kind of head to build. For `"auto"`, the kind depends on the model and the task."""
     if kind == "text" or (kind == "auto" and model.encode_text and task.templates):
         return "text"
     if kind == "words" or (kind == "auto" and _has_distinct_words(model, task)):
@@ -267,10 +267,10 @@ def _require_text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], T
     require_classes(task)
     if model.encode_text is None:
         problem = f"{model.name} has no text tower, or the weights file does not contain it"
-        raise KfacpackError(f"{problem}; use --head prototypes (head or kind 'prototypes')")
+        raise KfacpackError(f"{problem}; use --head prototypes (head='prototypes' or kind='prototypes')")
     if not task.templates:
         problem = f"{printable(task.name)} has no prompt templates"
-        raise KfacpackError(f"{problem}; use --head prototypes (head or kind 'prototypes')")
+        raise KfacpackError(f"{problem}; use --head prototypes (head='prototypes' or kind='prototypes')")
     return model.encode_text
 
 
@@ -295,8 +295,9 @@ def word_head(model: Model, task: Task) -> Head:
         task: Task with class names.
 
     Raises:
-        KfacpackError: If the model does not predict words, or the names of two classes start with the same token. If
-            the template has answers of several tokens, all tokens are compared.
+        KfacpackError: If the model does not predict words, the template has no answer for a class, or the words of two
+            classes start with the same token. If the template has answers of several tokens, only equal answers are
+            refused.
     """
     if answers := _answers(model, task):
         return _answer_head(model, task, answers)
@@ -322,7 +323,7 @@ def completion_head(model: Model, task: Task) -> Head:
 
 
 def _answers(model: Model, task: Task) -> tuple[tuple[int, ...], ...]:
-    """Returns the tokens of each answer to the task; empty if f has one row per example."""
+    """Returns the tokens of each answer in the task's template, or () if f has one row per example."""
     tokens = model.answer_tokens(task.name) if model.answer_tokens else None
     return tuple(map(tuple, tokens or ()))
 
@@ -347,16 +348,20 @@ def _answer_head(model: Model, task: Task, answers: tuple[tuple[int, ...], ...])
 def _word_rows(model: Model, task: Task) -> Tensor:
     classes = require_classes(task)
     if model.word_weights is None:
-        raise KfacpackError(f"{model.name} predicts no words; use --head prototypes (head or kind 'prototypes')")
+        problem = f"{model.name} predicts no words"
+        raise KfacpackError(f"{problem}; use --head prototypes (head='prototypes' or kind='prototypes')")
     weight = model.word_weights(_label_words(model, task))
     if (identical := _first_identical_rows(weight)) is not None:
         names = " and ".join(repr(printable(classes[k])) for k in identical)
-        raise KfacpackError(f"{printable(task.name)}: classes {names} start with the same token in {model.name}")
+        raise KfacpackError(f"{printable(task.name)}: the words for {names} start with the same token in {model.name}")
     return weight
 
 
 def _has_distinct_words(model: Model, task: Task) -> bool:
-    """Returns whether the class names start with different tokens, or are scored by all of their tokens."""
+    """Returns whether a head from words can distinguish the classes.
+
+    The words must start with different tokens, unless the head scores all of their tokens (see `AnswerHead`).
+    """
     if model.word_weights is None:
         return False
     if _answers(model, task):
@@ -372,7 +377,7 @@ def _label_words(model: Model, task: Task) -> Sequence[str]:
 
 
 def _first_identical_rows(weight: Tensor) -> tuple[int, int] | None:
-    """Returns the indices of the first two rows of (K, C) that are equal; None if all rows differ."""
+    """Returns the indices of the first two equal rows of a matrix, (K, C), or None if all rows differ."""
     for second in range(len(weight)):
         equal = (weight[:second] == weight[second]).all(1).nonzero()
         if len(equal):
@@ -396,7 +401,7 @@ def prototype_head(
         model: Pretrained model.
         task: Task with class names.
         batch_size: Examples per batch.
-        on_progress: Called with the number of training examples done and their total.
+        on_progress: Called with the number of training examples done and the total number.
 
     Raises:
         KfacpackError: If the class names are unknown, or a class has no training example.
@@ -421,16 +426,17 @@ def prototype_head(
     means = sums / torch.tensor([[len(indices)] for indices in members])
     centre = means.mean(0)
     directions = normalize(means - centre, dim=-1)
-    # For an f that is not normalised, the same scales are tried relative to its standard deviation.
+    # If f is not normalised, the scales are divided by its standard deviation.
     spread = 1.0 if model.function.normalized else float((features - centre).square().sum(1).mean().sqrt()) or 1.0
     weight = _best_scale((features - centre) @ directions.T / spread, labels, model.logit_scale) / spread * directions
     return Head(weight.to(f), -(weight @ centre).to(f), classes, "prototypes")
 
 
 def _best_scale(cosines: Tensor, labels: Tensor, limit: float) -> float:
-    """Returns the factor, at most `limit`, that minimises the cross-entropy of (N, K) cosines, on a grid of 12% steps.
+    """Returns the factor that turns cosines, (N, K), into the logits with the smallest cross-entropy.
 
-    If all examples are classified correctly, there would be no minimum without a limit.
+    The factors tried range from 1 to `limit`, in steps of 12%. Without a limit, there would be no minimum if all
+    examples are classified correctly.
     """
     scales = 10 ** torch.arange(0, 3.01, 0.05, dtype=torch.float64)
     scales = scales[scales <= limit]
@@ -475,7 +481,7 @@ def require_matching_classes(head: Head, task: Task) -> None:
 
 
 def _examples_by_class(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:
-    """Returns, for each class, the indices of the examples from which its prototype is computed."""
+    """Returns, for each class, the indices of the examples from which its prototype is to be computed."""
     members: list[list[int]] = [[] for _ in classes]
     for number in range(len(split)):
         members[split.label(number)].append(number)

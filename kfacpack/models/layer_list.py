@@ -2,8 +2,8 @@
 
 A model is divided into its stem (everything before the first layer), its layers, and its head (everything after the
 last layer). Modules are not changed permanently: a layer is skipped by replacing its `forward` for the duration of a
-call. Weights outside the layers stay in memory. Those of a layer may be loaded only when the layer is used (see
-`LayerWeights`).
+call. Weights outside the layers stay in memory. The weights of the layers either stay in memory as well, or are loaded
+one layer at a time (see `LayerWeights`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ORDINARY = "Estimate the model without --stream (stream=False)"
 """Remedy for a model that cannot be estimated layer by layer."""
 
 HIDDEN = "hidden_states"
-"""Name of the layer input in transformers, for models that pass it as a keyword argument."""
+"""Keyword argument by which some models of transformers pass the hidden states to a layer."""
 
 
 class LayerWeights(Protocol):
-    """Weights of a module that are loaded into memory when they are used."""
+    """Loads the weights of a module into memory, one layer at a time."""
 
     layers: str
     """Name of the main list of layers. Weights outside this list are in memory."""
@@ -64,7 +64,7 @@ class LayerCall:
         return result
 
     def tensors(self) -> list[Tensor]:
-        """Returns the tensors in the arguments."""
+        """Returns all tensors in the arguments, including nested ones."""
         return tensors_of((self.args, dict(self.kwargs)))
 
 
@@ -85,10 +85,10 @@ class LayerList:
         forward: Function that computes f from a batch.
         parameters: The parameters to estimate, by name. The main list is the one that contains the most elements of
             these parameters.
-        weights: Source of weights that are not in memory, if any.
+        weights: Loads the weights of a layer when the layer is used; None if all weights are in memory.
 
     Raises:
-        KfacpackError: If the model has no list of layers, or parameters are shared between layers.
+        KfacpackError: If the model has no list of layers, or a layer shares a parameter with another part of the model.
     """
 
     def __init__(
@@ -138,14 +138,15 @@ class LayerList:
             to_meta(layer)
 
     def check(self, batch: ModelInput) -> None:
-        """Checks on one batch that the model runs its stem, then its layers one after another, and then its head.
+        """Checks on one batch that the layers are called one after another, each on the output of the previous one.
 
         Args:
             batch: A small batch on the device of the model.
 
         Raises:
             KfacpackError: If the layers return more than hidden states, are not called one after another, or
-                receive arguments that depend on parameters; or if f depends on outputs of layers other than the last.
+                receive other arguments that depend on parameters; or if f depends on the output of a layer other than
+                the last.
         """
         self.find_output_form(batch)
         hidden, calls = self.stem(batch)
@@ -158,10 +159,10 @@ class LayerList:
             self._refuse("f depends on the output of a layer other than the last")
 
     def find_output_form(self, batch: ModelInput) -> None:
-        """Runs the first layer on a small batch, to determine the form of a layer's output.
+        """Runs the first layer on a small batch, to determine whether layers return a tensor or a tuple.
 
         Raises:
-            KfacpackError: If the layers return more than hidden states.
+            KfacpackError: If the first layer returns more than hidden states.
         """
         hidden, calls = self._record(batch, first_only=True)
         with self.loaded(0) as layer, torch.no_grad():
@@ -169,19 +170,19 @@ class LayerList:
 
     @contextmanager
     def skipped(self) -> Iterator[None]:
-        """Context manager in which every layer returns its input."""
+        """Context manager in which every layer returns the hidden states that it receives."""
         with self._replaced(lambda index, args, kwargs: self._wrap(_hidden(args, kwargs))):
             yield
 
     def stem(self, batch: ModelInput) -> tuple[Tensor, list[LayerCall]]:
-        """Runs the stem.
+        """Runs the part of the model before the first layer.
 
         Args:
             batch: The batch, on the device of the model.
 
         Returns:
-            The hidden states that enter the first layer, with their autograd graph, and the other arguments of every
-            layer.
+            The hidden states that enter the first layer, with their autograd graph, and, for every layer, the other
+            arguments of its call.
 
         Raises:
             KfacpackError: If the layers are not called one after another.
@@ -192,7 +193,7 @@ class LayerList:
         return hidden, calls
 
     def _record(self, batch: ModelInput, *, first_only: bool = False) -> tuple[Tensor, list[LayerCall]]:
-        """Returns the hidden states that enter the first layer, and the other arguments of every recorded layer.
+        """Returns the hidden states that enter the first layer and, for every recorded layer, the other arguments.
 
         Args:
             batch: The batch.
@@ -236,7 +237,7 @@ class LayerList:
         )
 
     def _call_with(self, output: Callable[[int, Tensor], Any], batch: ModelInput) -> Tensor:
-        """Runs the model with every layer replaced by `output`, a function of the layer's index and input."""
+        """Returns f if every layer is replaced by `output`, a function of the layer's index and input."""
 
         def replace(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return output(index, _hidden(args, kwargs))
@@ -246,7 +247,7 @@ class LayerList:
 
     @contextmanager
     def _replaced(self, function: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        """Temporarily replaces the `forward` of every layer by `function`, which also receives the layer's index."""
+        """Temporarily replaces every layer's `forward` by `function`, whose first argument is the layer's index."""
 
         def stub(index: int) -> Callable[..., Any]:
             return lambda *args, **kwargs: function(index, args, kwargs)
@@ -260,7 +261,12 @@ class LayerList:
                 layer.__dict__.pop("forward", None)
 
     def _wrapper(self, output: Any, hidden: Tensor) -> Callable[[Tensor], Any]:
-        """Returns the function that turns hidden states into the output of a layer."""
+        """Returns a function that turns hidden states into an output of a layer.
+
+        Args:
+            output: Output of a layer: a tensor, or a tuple that begins with one.
+            hidden: Hidden states that the layer received.
+        """
         if isinstance(output, Tensor) and output.shape == hidden.shape:
             return lambda hidden: hidden
         if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not tensors_of(output[1:]):
@@ -284,11 +290,13 @@ class LayerList:
 
 
 def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
-    """Returns the name of the list that contains the most parameter elements, among lists of layers of one type.
+    """Returns the name of the list of layers that contains the largest part of the given parameters.
+
+    Only lists whose layers all have the same type are considered.
 
     Args:
         module: Module to search.
-        parameters: Parameters by name.
+        parameters: Parameters by name, which are compared by their number of elements.
 
     Raises:
         KfacpackError: If no such list contains any of the parameters.
@@ -304,8 +312,8 @@ def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
         if size > most:
             best, most = name, size
     if not best:
-        problem = f"{type(module).__name__} cannot be estimated layer by layer: it has no list of layers of one type"
-        raise KfacpackError(f"{problem} with selected parameters. {ORDINARY}")
+        problem = f"{type(module).__name__} cannot be estimated layer by layer: no list of layers of the same type"
+        raise KfacpackError(f"{problem} contains selected parameters. {ORDINARY}")
     return best
 
 

@@ -31,7 +31,7 @@ class UnknownModel(KfacpackError):  # noqa: N818 - part of the public API under 
 
 
 def unknown_model(library: str, name: str, names: Iterable[str]) -> UnknownModel:
-    """Returns the error for an unknown model name, which suggests similar names.
+    """Returns the error for an unknown model name. Its message suggests similar names.
 
     Args:
         library: Name of the library, such as `"timm"`.
@@ -75,7 +75,7 @@ class CachedRepository:
 
     @property
     def is_for_transformers(self) -> bool:
-        """Whether the repository has safetensors weights and a tokenizer, which `t5:`, `lm:` and `hf:` need."""
+        """Whether the repository has safetensors weights and a tokenizer, as `t5:`, `lm:` and `hf:` models need."""
         return self.has_safetensors and any(name in self.files for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
@@ -140,9 +140,9 @@ class Model:
     If this is None, or the function returns None, f has one row per example.
     """
     answer_classes: Callable[[str], Sequence[str]] | None = None
-    """Maps a task name to the class names of these answers, in order; None if `answer_tokens` is None."""
+    """Maps a task name to the classes that the answers in `answer_tokens` name; None if `answer_tokens` is None."""
     output_layer: Callable[[], Tensor] | None = None
-    """Returns W, (vocabulary, C), where softmax(W f) is the distribution of the next token; None if there is none."""
+    """Returns W, (vocabulary, C), with next-token probabilities softmax(W f); None if f predicts no tokens."""
     layer_weights: LayerWeights | None = None
     """Loads the weights of a layer when the layer is used; None if all weights are in memory."""
     logit_scale: float = 100.0
@@ -153,10 +153,10 @@ class Model:
         return f"<Model {self.name} ({self.family}): {count:,} parameters, f of width {self.function.width}>"
 
     def base(self, parameters: Collection[str]) -> Base:
-        """Returns the identity of the model: its name and the digests of its current weights.
+        """Returns the identity of the model: its name, and digests of the current values of its parameters.
 
         Args:
-            parameters: State-dict names to include.
+            parameters: State-dict names of the parameters to include.
         """
         return identify(self.module, parameters, family=self.family, name=self.name, revision=self.revision)
 
@@ -165,7 +165,7 @@ def unwrap_model(model: nn.Module | Model) -> tuple[nn.Module, Callable[..., Ten
     """Returns the module of a model, the function that computes f, and the patterns of the frozen parameters.
 
     Args:
-        model: A model, or a module that computes f itself and has no frozen parameters.
+        model: A `Model`, or a module whose output is f, for which the patterns are empty.
 
     Raises:
         KfacpackError: If `model` is neither a `Model` nor a module.
@@ -189,7 +189,7 @@ class ModelRequest(NamedTuple):
     weights: WeightsSource
     """Source of the weights."""
     image_size: int | None
-    """Side length of the input images in pixels; None for the model's own size."""
+    """Side length of the input images in pixels; None for the size in the model's config."""
     dtype: torch.dtype
     """Dtype of the module."""
     device: torch.device
@@ -199,13 +199,13 @@ class ModelRequest(NamedTuple):
     prompts: PromptStyle | None = None
     """Prompt style, for families with several styles; None for the model's own style."""
     loading: Loading = "memory"
-    """How the weights are loaded; families other than `hf` and `lm` load all of them."""
+    """How the weights are loaded. Only the families `hf` and `lm` use it; the others load all weights into memory."""
 
     def revision(self, published: str | None) -> str | None:
-        """Returns the revision to record.
+        """Returns the revision of the requested weights: `published`, `"random-SEED"`, or None for weights in a file.
 
         Args:
-            published: Tag or commit of the published weights, which is returned if these weights are requested.
+            published: Tag or commit of the published weights.
         """
         if self.weights == "random":
             return f"random-{self.seed}"
@@ -213,7 +213,7 @@ class ModelRequest(NamedTuple):
 
 
 class ModelFamily(Protocol):
-    """A kind of model. Each family is one module and one entry in `FAMILIES`."""
+    """A kind of model, such as T5 models. Each family is one module and one entry in `FAMILIES`."""
 
     prefix: str
     """The part of a model name before the colon; empty for open_clip, whose model names have no prefix."""
@@ -240,7 +240,7 @@ class ModelFamily(Protocol):
         ...
 
     def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
-        """Yields the names of the family's models, with prefix, whose weights are in a cached repository."""
+        """Yields the names, including the prefix, of the family's models in a cached repository."""
         ...
 
 

@@ -7,9 +7,10 @@ The templates are stored in `prompts.json`, by style and task. The styles are:
 - `plain`: a text that a base language model continues with the answer. Answers begin with a space.
 - `chat`: a question to an instruction-tuned language model, formatted with its chat template.
 
-Different tasks have different answers. The penalty keeps the drift of f small, but the remaining drift is along the
-label words of the trained task, so tasks with the same answers would still change each other's logits. For a task
-without a template, the prompt lists the columns, and the answers are the class names.
+Templates of different tasks have different answers. The penalty in training keeps the change in f on other tasks small
+but not zero, and this change is along the directions that predict the answers of the trained task. If another task had
+the same answers, its logits would therefore change. For a task without a template, the prompt lists the columns, and
+the answers are the class names.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ PROMPTS: dict[PromptStyle, dict[str, Prompt]] = {
 
 
 def prompt_style(config: Any, default: PromptStyle, styles: Sequence[PromptStyle]) -> PromptStyle:
-    """Returns the prompt style that kfacpack recorded in a model's configuration, or the default.
+    """Returns the prompt style that kfacpack recorded in a model's configuration, or `default` if there is none.
 
     Args:
         config: The model's configuration.
@@ -95,7 +96,9 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
 
 
 def answers(task: str, style: PromptStyle) -> Mapping[str, str]:
-    """Returns the answers in a task's template, by class name; empty if the class names are the answers.
+    """Returns the answers that a task's template defines, by class name.
+
+    The result is empty if the task has no template, or if the class names themselves are the answers.
 
     Args:
         task: Name of the task.
@@ -106,6 +109,6 @@ def answers(task: str, style: PromptStyle) -> Mapping[str, str]:
 
 
 def label_words(classes: Sequence[str], task: str, style: PromptStyle) -> list[str]:
-    """Returns the answer for each class. If it is the class name, underscores are replaced by spaces."""
+    """Returns the answer for each class: the template's answer, or else the class name with spaces for underscores."""
     by_class, before = answers(task, style), " " if style == "plain" else ""
     return [by_class.get(name, before + name.replace("_", " ")) for name in classes]

@@ -38,7 +38,7 @@ def check_safetensors(path: Path) -> Path:
     """Checks that a weights file is a complete safetensors file.
 
     Returns:
-        The path.
+        `path`, unchanged.
 
     Raises:
         KfacpackError: If the file is missing or invalid, or its name does not end in .safetensors.
@@ -51,7 +51,7 @@ def check_safetensors(path: Path) -> Path:
 
 
 def safetensors_name(filename: str) -> str:
-    """Returns the name of the safetensors file that corresponds to a file listed in a registry."""
+    """Returns the name of the safetensors file that corresponds to a file, often a pickle, in a library's registry."""
     return _SAFETENSORS_NAMES.get(filename, str(Path(filename).with_suffix(".safetensors")))
 
 
@@ -80,12 +80,12 @@ def download_weights(repository: str, filename: str, model: str) -> Path:
 
 
 def mismatched_tensors(path: Path, expected: Mapping[str, Tensor], resized: tuple[str, ...] = ()) -> str | None:
-    """Describes the first tensor that is missing from a file or has a different shape; None if all match.
+    """Describes the first tensor that is missing from a file or has a wrong shape. Returns None if all tensors match.
 
     Args:
         path: Safetensors file.
         expected: State dict of the model.
-        resized: fnmatch patterns of the tensors whose shape the loader adapts.
+        resized: fnmatch patterns of the tensors whose shapes may differ, because the library resizes them on loading.
     """
     specs = Container(path).tensors
     for name, tensor in expected.items():
@@ -109,8 +109,9 @@ def weights_error(
         path: Safetensors file.
         model: Name of the model.
         error: The exception that the library raised.
-        expected: Function that returns the state dict to compare with the file, to name the first mismatched tensor.
-        resized: fnmatch patterns of the tensors whose shape the loader adapts.
+        expected: Function that returns the model's state dict. If a tensor in the file does not match it, the error
+            names this tensor.
+        resized: fnmatch patterns of the tensors whose shapes may differ, because the library resizes them on loading.
     """
     if problem := mismatched_tensors(path, expected(), resized):
         return KfacpackError(f"{path}: does not contain the weights of {model}: {problem}")
@@ -164,11 +165,19 @@ class UnloadedWeights(ABC):
 
     @abstractmethod
     def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor | None:
-        """Returns the values of the parameter with these names; None if they are missing and f does not use them."""
+        """Returns the values of a parameter, or None if they are missing and f does not use the parameter.
+
+        Args:
+            names: Names of the parameter; several if the weights are tied.
+            shape: Expected shape.
+        """
 
 
 class PlaceholderWeights(UnloadedWeights):
-    """Arbitrary values for forecasts, which depend only on shapes. Matrices outside the layers take little memory."""
+    """Arbitrary values, for forecasts of time and memory, which depend only on shapes.
+
+    To save memory, a matrix outside the layers is a view of a short vector.
+    """
 
     def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -189,7 +198,7 @@ class SafetensorsWeights(UnloadedWeights):
         dtype: Dtype of the parameters.
         device: Device of the parameters.
         files: Safetensors files that together contain all weights.
-        prefix: Prefix that the names in the files may or may not have, such as `"model"`.
+        prefix: Prefix, such as `"model"`, by which names in the files may differ from those in the module.
         unused: Name prefixes of parameters that f does not use and that may be missing.
     """
 
@@ -205,7 +214,7 @@ class SafetensorsWeights(UnloadedWeights):
         self._containers = {name: file for file in map(Container, files) for name in file.tensors}
         self._files, self._prefix, self._unused = files, f"{prefix}.", unused
         self.missing: set[str] = set()
-        """Names of unused parameters that are missing."""
+        """Names of the parameters that are missing from the files. f does not use them."""
         super().__init__(module, dtype, device)
         for names in self._tied:
             self._stored_name(names)
@@ -218,7 +227,8 @@ class SafetensorsWeights(UnloadedWeights):
         if not names[0].startswith(self._unused):
             where = self._files[0] if len(self._files) == 1 else self._files[0].parent
             problem = f"{where}: does not contain the weights of this model: {names[0]!r} is missing"
-            raise KfacpackError(f"{problem}. If the file uses the names of an older version, estimate without --stream")
+            remedy = "If the file uses parameter names of an older version of transformers, estimate without --stream"
+            raise KfacpackError(f"{problem}. {remedy}")
         self.missing.update(names)
         return None
 
@@ -240,7 +250,7 @@ class Checkpoint(ABC):
 
     def __init__(self, load_command: Callable[[Path], str]):
         self.load_command = load_command
-        """Function that returns the line of Python that loads a checkpoint from a given path."""
+        """Function that maps the path of a checkpoint to the line of Python code that loads it."""
 
     @abstractmethod
     def check(self, path: Path) -> None:
@@ -260,21 +270,21 @@ class Checkpoint(ABC):
 
 
 class CheckpointFile(Checkpoint):
-    """A safetensors file that contains the module's state dict and can be loaded by open_clip and timm."""
+    """A safetensors file that contains the state dict of a module and can be loaded by open_clip and timm."""
 
     def __init__(self, module: nn.Module, load_command: Callable[[Path], str], prefix: str = ""):
         """Creates the checkpoint of a module.
 
         Args:
             module: Module whose state dict is saved.
-            load_command: Function that returns the line of Python that loads the file at a given path.
+            load_command: Function that maps the path of the file to the line of Python code that loads it.
             prefix: Only tensors whose names start with this prefix are saved.
         """
         super().__init__(load_command)
         self._module, self._prefix = module, prefix
 
     def check(self, path: Path) -> None:
-        """Checks that the path is a file name that ends in .safetensors."""
+        """Checks that the path ends in .safetensors and is not a folder."""
         if path.suffix != ".safetensors":
             # open_clip and timm load files with any other suffix as pickles.
             raise KfacpackError(f"{path}: the name of this model's checkpoint must end in .safetensors")
@@ -296,13 +306,13 @@ class CheckpointFolder(Checkpoint):
 
         Args:
             fill: Function that writes the files into an empty folder.
-            load_command: Function that returns the line of Python that loads the folder at a given path.
+            load_command: Function that maps the path of the folder to the line of Python code that loads it.
         """
         super().__init__(load_command)
         self._fill = fill
 
     def check(self, path: Path) -> None:
-        """Checks that the path does not exist or is an empty folder."""
+        """Checks that the path either does not exist or is an empty folder."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             problem = "expected a new folder, but the path is a file or a folder that is not empty"
             raise KfacpackError(f"{path}: {problem}. Choose a path that does not exist")

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 MAX_CLASSES = 60
 """Maximum number of classes on a sheet."""
 THUMBNAIL, GAP, NAME, LINE, MARGIN = 64, 4, 150, 24, 12
-"""Sizes in pixels: side of a thumbnail, gap between thumbnails, width of a class name, height of a line, and margin."""
+"""Sizes in pixels: side length of a thumbnail, gap between thumbnails, width of a class name, height of a line, and
+margin."""
 SHAPES = ((12, 1, 12), (24, 2, 8), (MAX_CLASSES, 3, 5))
 """Layouts of a sheet: maximum number of classes, columns of classes, and examples per class."""
 INK, FAINT, PAPER = (20, 20, 20), (120, 120, 120), (255, 255, 255)

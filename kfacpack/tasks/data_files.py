@@ -95,7 +95,7 @@ def declared_features(text: str, config: str | None) -> Any | None:
 
     Args:
         text: Content of README.md.
-        config: Config to read if the card describes several.
+        config: Name of the config to read if the card describes several configs.
 
     Returns:
         `datasets.Features` from `dataset_info`, or None if the card declares no valid column types.
@@ -141,14 +141,14 @@ def sort_paths(paths: Iterable[str]) -> list[str]:
 def parquet_files(paths: Iterable[str], config: str | None, location: str, *, exact: bool = False) -> Splits:
     """Finds the parquet or JSON Lines files of a config, by split.
 
-    If the config has no folder of its own, files outside all config folders are used, or else those of a config named
-    default.
+    If the config has no folder of its own, the files outside all config folders are used. If there are no such files,
+    those of the config named default are used.
 
     Args:
         paths: Paths relative to `location`.
-        config: Config to find; None if there is only one.
+        config: Name of the config; None if the data has only one.
         location: Folder or repository, for error messages.
-        exact: Whether the user requested the config explicitly. If so, no other files are used in its place.
+        exact: Whether the user requested the config explicitly. If so, only the files in its own folder are used.
 
     Returns:
         File paths by split; empty if no files were found.
@@ -224,7 +224,8 @@ def read_schema(file: Path) -> tuple[Any, int]:
     """Reads the schema of a parquet or JSON Lines file.
 
     Returns:
-        The `datasets.Features`, with the Hub's types if the file contains them, and the number of rows.
+        The column types as `datasets.Features`, which include the Hub's types, such as class labels, if the file
+        contains them; and the number of rows.
 
     Raises:
         KfacpackError: If the file is not readable.
@@ -271,7 +272,7 @@ def _read_json(file: Path) -> Any:
 
 
 def has_hf_metadata(file: Path) -> bool:
-    """Returns whether a parquet file stores the Hub's types, such as class names, in its metadata."""
+    """Returns whether the metadata of a parquet file contains the Hub's column types, such as class labels."""
     import pyarrow
     from pyarrow import parquet
 

@@ -47,7 +47,7 @@ class DataSource(Protocol):
 
     @property
     def expected(self) -> str:
-        """Text for error messages: the expected content, or how to obtain the data."""
+        """Text for error messages, which describes the expected content or how to obtain the data."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class LocalFolder:
         return self._folder.resolve().name
 
     def paths(self) -> list[str]:
-        """Returns the relative paths of all files.
+        """Returns the relative paths of all files, at most three levels deep.
 
         Raises:
             KfacpackError: If the folder cannot be read, or a file name is not valid UTF-8.
@@ -111,7 +111,7 @@ class LocalFolder:
         return paths
 
     def file(self, path: str) -> Path:
-        """Returns the location of a file."""
+        """Returns the location of a file in the folder."""
         return self._folder / path
 
     def digest(self, path: str) -> str:
@@ -167,7 +167,7 @@ class DatasetRepository:
 
     @property
     def expected(self) -> str:
-        """Expected content of the repository, or how to obtain the data without the Hub."""
+        """Text for error messages: the expected content or, if the Hub cannot be reached, how to obtain the data."""
         if self._offline_reason is None:
             return "expected train-*.parquet and test-*.parquet at the top level, in data/ or in a config folder"
         problem = f"the Hub cannot be reached ({self._offline_reason}), and the local cache has no other files"
@@ -267,7 +267,7 @@ def data_source_of(data: str | os.PathLike[str]) -> tuple[DataSource, str | None
         data: A folder, or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].
 
     Returns:
-        The source, and the config in the address; None if the address has no config.
+        The data source, and the name of the config in the address or, if the address names no config, None.
 
     Raises:
         KfacpackError: If the address is invalid, or there is no such folder.
@@ -283,7 +283,7 @@ def data_source_of(data: str | os.PathLike[str]) -> tuple[DataSource, str | None
 
 
 def _walk(folder: Path, depth: int, prefix: str = "") -> Iterator[str]:
-    """Yields the relative paths of all files that are not hidden."""
+    """Yields the relative paths of all files that are not hidden, at most `depth` levels deep."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -322,7 +322,7 @@ class RequestedColumns:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a dataset."""
+    """The columns of a dataset that contain the inputs and the labels."""
 
     inputs: dict[str, str]
     """Input column for each key of an example: {"image": COLUMN}, or every text column under its own name."""
@@ -331,9 +331,9 @@ class Columns:
     classes: tuple[str, ...] | None
     """Class names of a ClassLabel column; None for a column of numbers or strings, whose values are the classes."""
     values: tuple[Any, ...] | None = None
-    """Values of a label column without class names, in the order of the classes; None before the column is read."""
+    """Distinct values of a label column without class names, in the order of the classes; None before they are read."""
     by_type: bool = False
-    """Whether requested columns are missing and the input columns were found by type instead."""
+    """Whether the input columns were found by type because requested columns are missing."""
 
     @property
     def by_value(self) -> bool:
@@ -369,9 +369,9 @@ def parse_columns(text: str) -> RequestedColumns:
 def find_columns(features: Any, location: str, requested: RequestedColumns | None = None) -> Columns:
     """Finds the columns of a dataset: requested columns by name, others by type.
 
-    If found by type, the input is the only image column, or else all text columns; the label is the only ClassLabel
-    column, or else a column named label or labels. If there are text columns named prompt and completion, they are the
-    inputs, and there is no label.
+    By type, the input is the only image column or, if there is no image column, all text columns. The label is the only
+    ClassLabel column or, if there is none, a column named label or labels. If no column is requested and there are text
+    columns named prompt and completion, these are the inputs, and there is no label.
 
     Args:
         features: `datasets.Features` of the data.

@@ -80,7 +80,7 @@ class LocalSplit:
             source: Origin of the data, as recorded in manifests.
             rows: Rows of the data that belong to the split.
             stored: Name of the split in the files, for error messages.
-            files: Image file of each row, if the rows are image files.
+            files: Path of the image file of each row; None if the rows are stored in parquet or JSON Lines files.
         """
         self.source = source
         self._rows, self._stored, self._files = rows, stored, files
@@ -141,10 +141,10 @@ TEMPLATES = ("a photo of a {}.",)
 class LocalTask:
     """A task whose examples are read from files. Implements `Task`.
 
-    Splits are recognised by file name; files are opened or downloaded when a split is read. `validation` is the data's
-    own split (which may be named valid, val or dev), or else a fixed tenth of `train`, at most 5000 examples, which are
-    then excluded from `train`. If the data has no such split and `train` has fewer than ten examples, there is no
-    `validation`.
+    Splits are recognised by file name; files are opened or downloaded when a split is read. A split of the data that is
+    named valid, val or dev becomes `validation`. If the data has no validation split, a fixed tenth of `train`, at most
+    5000 examples, is held out as `validation` and excluded from `train`. If `train` has fewer than ten examples, it is
+    too small for that, and there is no `validation`.
 
     The definition of a published task determines the mapping of stored splits, the columns, the class names in prompts,
     and whether rows without a label are left out.
@@ -164,7 +164,7 @@ class LocalTask:
             name: Name of the task.
             data: A folder or another data source.
             definition: Definition of a published task.
-            columns: Columns to use instead of those in the definition or those found by type.
+            columns: Columns to use. By default, they are those in the definition or, without one, are found by type.
             config: Config to use instead of the one in the definition.
 
         Raises:
@@ -194,8 +194,8 @@ class LocalTask:
     def _arrange(self, stored: Splits) -> Splits:
         """Maps stored splits to splits of the task, with `train` first.
 
-        If a split has several possible names, the first that exists is used. With a definition, other stored splits are
-        ignored. Without a definition, only `validation` has several names.
+        If a split has several possible names, the first that exists is used. If the task has a definition, stored
+        splits that the definition does not name are ignored. Otherwise, only `validation` has several names.
         """
         names_of = self.definition.split_names if self.definition else {"validation": VALIDATION}
         chosen = {split: next((name for name in names if name in stored), None) for split, names in names_of.items()}
@@ -218,7 +218,7 @@ class LocalTask:
 
     @cached_property
     def _stored_classes(self) -> tuple[str, ...] | None:
-        """Names of the classes in the files."""
+        """Names of the classes as stored in the files, before they are mapped to words for prompts."""
         if self._images:
             return tuple(sorted({path.split("/")[-2] for files in self._images.values() for path in files}))
         return tuple(map(str, self._values)) if self._columns.by_value else self._columns.classes
@@ -240,7 +240,7 @@ class LocalTask:
 
     @property
     def templates(self) -> tuple[str, ...]:
-        """Prompt templates; empty for text tasks."""
+        """Prompt templates, with {} in place of the class name; empty for text tasks."""
         if not self._images and IMAGE not in self._columns.inputs:
             return ()
         return self.definition.templates if self.definition else TEMPLATES
@@ -280,7 +280,7 @@ class LocalTask:
 
     @property
     def _first_split(self) -> str:
-        """Split that determines the columns and classes: `train`, if there is one."""
+        """The split that determines the columns and classes: `train` if it exists, otherwise the first split."""
         return next(iter(self._files))
 
     @property
@@ -294,7 +294,10 @@ class LocalTask:
 
     @cached_property
     def _declared(self) -> Any | None:
-        """Column types in the dataset card; None if the files contain the types or the card describes other columns."""
+        """Column types from the dataset card.
+
+        None if there is no card, if the files contain the types themselves, or if the card describes other columns.
+        """
         file = self.data_source.file(self._shards[self._first_split][0])
         if CARD not in self.data_source.paths() or data_files.has_hf_metadata(file):
             return None
@@ -327,7 +330,7 @@ class LocalTask:
         return validation_indices(len(self._labelled_rows("train")))
 
     def _split_rows(self, name: str) -> Sequence[int]:
-        """Returns the row numbers of the examples of a split in its files."""
+        """Returns the row numbers, within the files of the stored split, of the examples that belong to a split."""
         if name not in ("train", "validation") or not self._held_out:
             return self._labelled_rows(name)
         rows, held_out = self._labelled_rows("train"), set(self._held_out)
@@ -345,7 +348,7 @@ class LocalTask:
         return self._listings[stored]
 
     def split(self, name: str) -> LocalSplit:
-        """Opens a split.
+        """Opens a split by name.
 
         Raises:
             KfacpackError: If there is no such split, its files cannot be read, or its input columns or classes

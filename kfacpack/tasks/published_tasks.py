@@ -86,7 +86,7 @@ class PublishedTask:
     words: ClassNamesFn = plain_names
     """Maps the stored class names to words for prompts."""
     drops_unlabelled: bool = False
-    """Whether rows without a label are left out; otherwise they are an error."""
+    """Whether rows without a label are left out. If False, such a row is an error."""
     gated: bool = False
     """Whether users have to accept terms on the Hub."""
 
@@ -223,15 +223,15 @@ WORDNET = re.compile(r"n\d{8}")
 
 
 def imagenet_templates() -> tuple[str, ...]:
-    """Returns open_clip's templates for ImageNet."""
+    """Returns open_clip's prompt templates for ImageNet, with {} in place of the class name."""
     return tuple(template("{}") for template in _open_clip_metadata()["OPENAI_IMAGENET_TEMPLATES"])
 
 
 def imagenet_classes(stored: Sequence[str]) -> tuple[str, ...]:
     """Returns open_clip's names for the classes of a copy of ImageNet.
 
-    WordNet ids are looked up. If there are a thousand classes in the usual order, they are mapped by position. In all
-    other cases, the first synonym in each name is used.
+    Stored names that are WordNet ids are looked up. If there are a thousand classes in the usual order, open_clip's
+    names are taken in that order. In all other cases, the first synonym in each stored name is used.
     """
     names = _open_clip_metadata()["IMAGENET_CLASSNAMES"]
     if all(map(WORDNET.fullmatch, stored)):
@@ -270,7 +270,7 @@ _nli_task = partial(PublishedTask, inputs=NLI_COLUMNS, label=NLI_LABEL, words=tu
 
 
 def _sizes(*sizes: int) -> dict[str, int]:
-    """Returns the sizes by split. Two sizes are for train and test; three are for train, validation and test."""
+    """Returns a dict of sizes by split name: train and test for two sizes, or train, validation and test for three."""
     splits = ("train", "test") if len(sizes) == 2 else ("train", "validation", "test")
     return dict(zip(splits, sizes, strict=True))
 

@@ -29,7 +29,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def is_registered(name: str) -> bool:
-    """Returns whether a task, or the task of which it is a part, can be loaded without `data`."""
+    """Returns whether `load_task` can load a task without `data`. A class split is registered if its whole task is."""
     part = parse_class_split(name)
     whole = part.whole if part else name
     return whole in TASKS or whole in PUBLISHED
@@ -42,7 +42,7 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns:
         name: A registered task, `NAME@k/n` for the k-th of n groups of its classes, or any name together with `data`.
         data: Data to use instead of the registered data: a folder, or `hf://datasets/OWNER/REPO[@REVISION][/CONFIG]`.
             The definition of a published task (columns, class names, prompts) also applies to a copy of its data.
-        columns: Columns of the data, such as `"image=IMG,label=Y"`; by default they are chosen by name or type.
+        columns: Columns to use, such as `"image=IMG,label=Y"`; by default they are chosen by name or type.
 
     Returns:
         The task.

@@ -38,7 +38,7 @@ class DataOrigin:
     license: str | None = None
     """License of the data, if known."""
     revision: str | None = None
-    """Commit of the repository that contains the data; None for other data."""
+    """Commit of the repository that contains the data; None if the data is not from a repository."""
 
 
 class Split(Protocol):
@@ -70,7 +70,7 @@ class Task(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes; None if they are unknown."""
+        """Names of the classes; None if the data has no class labels."""
         ...
 
     @property
@@ -117,10 +117,10 @@ class Task(Protocol):
         ...
 
     def split(self, name: str) -> Split:
-        """Returns a split.
+        """Returns a split of the task by name.
 
         Args:
-            name: Name of the split.
+            name: Name of the split, one of `splits`.
 
         Raises:
             KfacpackError: If there is no such split, or it cannot be read.
@@ -140,7 +140,7 @@ class ClassSplitName(NamedTuple):
 
 
 def parse_class_split(name: str) -> ClassSplitName | None:
-    """Parses `NAME@k/n`; returns None for a name without @.
+    """Parses the name of a class split, `NAME@k/n`; returns None if the name contains no @.
 
     Raises:
         KfacpackError: If the part after the @ is not k/n with 1 <= k <= n, or NAME is a class split itself.
@@ -163,7 +163,7 @@ class ClassSplitTask:
     """A task restricted to the k-th of n groups of its classes. Implements `Task`.
 
     Raises:
-        KfacpackError: If the classes are unknown, or there are fewer than two classes per part.
+        KfacpackError: If the classes are unknown, or a part would have fewer than two classes.
     """
 
     whole: Task
@@ -209,7 +209,7 @@ class ClassSplitTask:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Number of examples of the part in each split."""
+        """Number of the examples in each split that belong to the part."""
         return {name: len(self._view(name)) for name in self.splits}
 
     @property
@@ -228,22 +228,22 @@ class ClassSplitTask:
         return self.whole.license
 
     def notices(self, model: str) -> tuple[str, ...]:
-        """Returns the notes for the whole task."""
+        """Returns the notes for the user about the whole task."""
         return self.whole.notices(model)
 
     def listing(self, split: str) -> list[tuple[str, str]]:
-        """Returns the path and a content digest of each file of the split in the whole task."""
+        """Returns the path and a content digest of each file of the whole task's split."""
         return self.whole.listing(split)
 
     def split(self, name: str) -> ClassSplitView:
-        """Returns the examples of a split that belong to the part.
+        """Returns the examples of a split whose classes belong to the part.
 
         Raises:
             KfacpackError: If the split has no examples of the part's classes.
         """
         view = self._view(name)
         if not len(view):
-            # If few examples were held out for validation, there may be none for a part.
+            # If few examples were held out for validation, none of them may belong to this part.
             own = [(self.whole.classes or ())[k] for k in self.own_classes]
             names = printable(", ".join([*own[:3], "…"] if len(own) > 3 else own))
             problem = f"split {printable(name)!r} has no examples of the part's classes ({names})"
@@ -285,7 +285,7 @@ def parent_task(task: Task) -> Task:
 
 
 def own_classes(task: Task) -> range | None:
-    """Returns the classes of a class split, to which training is restricted; None for other tasks."""
+    """Returns the classes to which training on a class split is restricted; returns None for any other task."""
     return task.own_classes if isinstance(task, ClassSplitTask) else None
 
 
@@ -302,7 +302,7 @@ def parse_count(text: str, size: int) -> int:
 
     Args:
         text: A number (`"256"`), a percentage (`"30%"`) or `"all"`.
-        size: Number of available examples, the maximum of the result.
+        size: Number of available examples. A larger number in `text` is reduced to it.
 
     Returns:
         A number from 1 to `size`.
@@ -352,7 +352,7 @@ def validation_indices(size: int) -> list[int]:
     class is represented, whether the examples are sorted by class or shuffled.
 
     Returns:
-        Indices below `size` in increasing order: a tenth of them, at most 5000.
+        Indices of the chosen examples in increasing order. Their number is a tenth of `size`, but at most 5000.
     """
     count = min(size // VALIDATION_SHARE, MAX_VALIDATION)
     edges = [k * size // count for k in range(count + 1)] if count else []

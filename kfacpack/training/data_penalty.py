@@ -1,7 +1,8 @@
-"""The data penalty (τJp) on the change in f caused by τ on other tasks' data, λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖².
+"""The data penalty (τJp), λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖²: it measures how much τ changes f on other tasks' data.
 
-s is 1 if f is normalised; otherwise it is the variance of f, measured on a few examples of each task, so that λ does
-not depend on the scale of f. In the linearised model, the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a
+The weight w_t is proportional to the size of the dataset of task t, and the mean weight is 1. s is 1 if f is
+normalised; otherwise it is the variance of f, measured on a few examples of each task, so that λ does not depend on the
+scale of f. In the linearised model, the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a
 bundle approximates. Each step uses one batch from one task. The task is sampled with a probability proportional to the
 size of its dataset, so that the expected penalty of a step is the sum above.
 """
@@ -35,7 +36,7 @@ _SCALE_EXAMPLES = 64
 
 
 class DataPenalty:
-    """A penalty on the change in f on training examples of other tasks.
+    """A penalty on the change that τ causes in f, computed on training examples of other tasks.
 
     Args:
         tasks: The tasks whose outputs the penalty preserves; at least one.
@@ -76,12 +77,12 @@ class DataPenalty:
 
     @property
     def splits(self) -> dict[str, Split]:
-        """Training splits by task name."""
+        """Training split of each task, by task name."""
         return dict(zip(self.tasks, self._splits, strict=True))
 
     @property
     def settings(self) -> dict[str, float | str]:
-        """Settings to record in the vector's file."""
+        """Settings of the penalty, which are recorded in the vector's file."""
         sizes = (len(split) for split in self._splits)
         scale = {"output_scale": self.output_scale} if self.output_scale != 1 else {}
         return {
@@ -100,10 +101,11 @@ class DataPenalty:
             regime: The training regime.
             tau: τ by parameter name.
             gradients: Gradients to add to, by parameter name.
-            micro_batch_size: Examples per forward pass. Defaults to this process's share of the batch.
+            micro_batch_size: Maximum number of examples per forward pass. Defaults to this process's share of the
+                batch.
 
         Returns:
-            The value of the penalty, a 0-d tensor on the device of the model.
+            This process's share of the value, a 0-d tensor on the device of the model.
         """
         weight = self.strength / self.output_scale * len(self.tasks) / self._batch_size
         values = [torch.zeros((), device=next(iter(tau.values())).device)]

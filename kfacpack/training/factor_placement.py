@@ -45,7 +45,7 @@ StackKey: TypeAlias = "tuple[int, ...]"
 
 @dataclass(frozen=True)
 class BlockBatch:
-    """A batch of blocks of equal shape, form and weight."""
+    """A batch of blocks that have equal shapes, equal weights and matrices that are stored in the same form."""
 
     blocks: tuple[CurvatureBlock, ...]
     weight: float
@@ -53,12 +53,12 @@ class BlockBatch:
 
     @cached_property
     def joins(self) -> list[Join]:
-        """The join of each block, which describes how parameters form its matrix."""
+        """The join of each block, which describes how the matrix of the block is formed from parameters."""
         return [block.join for block in self.blocks]
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """Names of the parameters of all blocks."""
+        """Names of all parameters that the blocks cover."""
         return frozenset(name for block in self.blocks for name in block.parameters)
 
     @cached_property
@@ -66,7 +66,7 @@ class BlockBatch:
         """Matrices to stack, keyed by the `id` of the first block's matrix in the same position.
 
         If groups of s consecutive blocks share a matrix, as the projections of an attention layer do, the stack
-        contains it once.
+        contains each shared matrix once.
         """
         columns = zip(*(_matrices(block) for block in self.blocks), strict=True)
         return {id(column[0]): column[:: _shared_run(column)] for column in columns}
@@ -77,11 +77,11 @@ class BlockBatch:
         return {key: tuple(map(id, stack)) for key, stack in self.stacks.items()}
 
     def apply(self, delta: Tensor, operators: Mapping[int, Operator]) -> Tensor:
-        """Computes G ΔW for each block.
+        """Multiplies ΔW by the curvature G of each block.
 
         Args:
             delta: ΔW of the blocks, (blocks, rows, columns).
-            operators: Operators for `stacks`, under the same keys.
+            operators: Operators that multiply by the stacked matrices, with the same keys as `stacks`.
 
         Returns:
             A tensor of shape (blocks, rows, columns).
@@ -106,7 +106,7 @@ class BlockBatch:
 def plan_batches(
     blocks: Sequence[CurvatureBlock], weights: Sequence[float], shapes: ParameterShapes
 ) -> list[BlockBatch]:
-    """Groups blocks into batches.
+    """Groups blocks that can be computed together into batches.
 
     Args:
         blocks: The blocks.
@@ -172,7 +172,7 @@ def _shared_run(matrices: Sequence[Matrix]) -> int:
 
 
 class FactorPlacement:
-    """The operators of batches of blocks, placed on the compute device.
+    """Creates the operators that multiply by the matrices of blocks, and places them on the compute device.
 
     Args:
         dtype: Dtype of the products.
@@ -190,7 +190,7 @@ class FactorPlacement:
         self._stream: FactorStream | None = None
 
     def place(self, batches: Sequence[BlockBatch]) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
-        """Yields each batch with its operators, under the keys of `BlockBatch.stacks`."""
+        """Yields each batch with its operators, which have the same keys as `BlockBatch.stacks`."""
         repeated = _repeated_stacks(batches)
         unpacked: dict[StackKey, Operator] = {}
         for number, (batch, placed) in enumerate(self._placed(batches, repeated)):
@@ -206,7 +206,7 @@ class FactorPlacement:
     def _placed(
         self, batches: Sequence[BlockBatch], repeated: Sequence[frozenset[StackKey]]
     ) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
-        """Yields each batch with its operators; operators of repeated stacks may be missing."""
+        """Yields each batch with its operators. Those of the stacks in `repeated` may be missing."""
         if self._offload:
             self._stream = self._stream or FactorStream(self.dtype, self.device)
             yield from self._stream.place(batches, repeated)
@@ -230,7 +230,7 @@ class FactorPlacement:
 
 
 def _repeated_stacks(batches: Sequence[BlockBatch]) -> list[frozenset[StackKey]]:
-    """Returns the set of stacks that each batch shares with the previous batch, and an empty set at the end."""
+    """Returns, for each batch, the set of stacks that the previous batch also uses; followed by an empty set."""
     stacks = [frozenset(batch.stack_keys.values()) for batch in batches]
     return [frozenset(), *(first & second for first, second in pairwise(stacks)), frozenset()]
 
@@ -245,7 +245,7 @@ class _HostFactors:
 
 
 class FactorStream:
-    """A stream that copies the matrices of batches of blocks, batch by batch, to two alternating buffers on a device.
+    """Copies the matrices of blocks from the CPU to two alternating buffers on a device, one batch of blocks at a time.
 
     On CUDA devices, copies run on a separate CUDA stream, from pinned memory. A copy waits until the previous batch in
     its buffer has been processed, and the processing of a batch waits until its copy is complete. The buffers are freed
@@ -271,7 +271,8 @@ class FactorStream:
 
         Args:
             batches: The batches.
-            repeated: For each batch, the stacks that are not copied and whose operators are omitted.
+            repeated: For each batch, the stacks that the previous batch also uses. They are not copied again, and their
+                operators are omitted.
         """
         factors = [self._host_factors(batch, skipped) for batch, skipped in zip(batches, repeated, strict=False)]
         self._reserve(max((host.pack.nbytes for host in factors), default=0))

@@ -1,6 +1,7 @@
 """Metrics of each training step: the JSON Lines file beside the vector, and a check that the penalty is not too strong.
 
-The check compares the penalty with the loss in the first steps, and the loss in the first steps with that at the end.
+The check compares the penalty with the loss in the first steps, and the loss at the end with the loss in the first
+steps.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def require_metrics_path(output: Path) -> None:
     path = metrics_path(output)
     if path.is_dir():
         problem = "is a folder, but the metrics of each step are written to a file with this name"
-        raise KfacpackError(f"{path}: {problem}. Move it, or write the vector to another file")
+        raise KfacpackError(f"{path}: {problem}. Move the folder, or write the vector to another file")
 
 
 def read_metrics(path: Path) -> list[Metrics]:
@@ -138,7 +139,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 @contextmanager
 def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
-    """Opens a metrics file to continue after `done` steps; later steps of an interrupted run are removed.
+    """Opens a metrics file to continue after `done` steps. Removes later steps, which an interrupted run has written.
 
     Args:
         path: The metrics file. It is created if it does not exist.

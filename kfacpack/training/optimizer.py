@@ -4,11 +4,11 @@ The order of the examples is a function of the seed and the step, so no state ne
 order, and a batch may begin in one epoch and end in the next. Every batch is therefore full, and every example occurs
 once per epoch for any batch size.
 
-The default learning rate is derived from the model. The first step of Adam moves every parameter by the learning rate
-in the direction of the sign of its gradient. The resulting change in f differs between models by orders of magnitude,
-but can be computed from the linearised model. The learning rate is chosen so that such a step changes f by a fixed
-fraction of the size of f. The size is the norm of f if f is normalised, and otherwise the norm of its deviation from
-the mean.
+The default learning rate is derived from the model. The first step of Adam changes every element of τ by the learning
+rate, in the direction opposite to the sign of its gradient. The resulting change in f differs between models by orders
+of magnitude, but can be computed from the linearised model. The learning rate is chosen so that such a step changes f
+by a fixed fraction of the size of f. The size is the norm of f if f is normalised, and otherwise the norm of its
+deviation from the mean.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TrainingSettings:
     batch_size: int = 32
     """Examples per step, summed over all processes."""
     micro_batch_size: int | None = None
-    """Examples per forward pass; gradients of a step are accumulated. Defaults to the whole share of a process."""
+    """Maximum number of examples per forward pass. Defaults to all examples that a process handles in a step."""
     lr: float | None = None
     """Peak learning rate. By default, it is derived from the model by `find_learning_rate`."""
     warmup: float = 0.1
@@ -142,7 +142,12 @@ class BatchOrder:
         return [self._epoch(k // self._size)[k % self._size] for k in range(start, start + self._batch_size)]
 
     def own(self, step: int, micro_batch_size: int | None) -> list[Sequence[int]]:
-        """Returns this process's share of a step's examples, in parts of `micro_batch_size`; None for a single part."""
+        """Returns the indices of the examples that this process handles in a step, divided into chunks.
+
+        Args:
+            step: Index of the step, from 0.
+            micro_batch_size: Maximum number of examples per chunk, or None for a single chunk.
+        """
         own = self.batch(step)[distributed.rank() :: distributed.world_size()]
         return list(batched(own, micro_batch_size or max(1, len(own))))
 
@@ -158,7 +163,7 @@ _DIGITS = 2
 
 
 def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> float:
-    """Returns the learning rate at which the first step changes f by the regime's `relative_step`.
+    """Returns the learning rate at which the first step changes f, relative to its size, by `regime.relative_step`.
 
     Args:
         regime: The regime to train in.
@@ -214,7 +219,7 @@ def _linearization_at_zero(regime: Regime, batch: Batch) -> tuple[Linearized, Li
 
 
 def no_influence_error(regime: Regime) -> KfacpackError:
-    """Returns the error for parameters on which f does not depend."""
+    """Returns the error to raise if f does not depend on any of the trained parameters."""
     names = list(regime.parameters)
     listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return KfacpackError(
@@ -269,7 +274,7 @@ class AdamWState:
             }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all tensors to store, with their names in the file. The tensors can be restored in place."""
+        """Yields all tensors to store, with their names in the file. To restore a state, values are copied to them."""
         for name, tensor in self.tau.items():
             yield f"tau/{name}", tensor
             for moment, value in self._optimizer.state[tensor].items():
@@ -284,7 +289,7 @@ class AdamWState:
         return largest_magnitude(list(self.gradients.values()))
 
     def largest_change(self) -> Tensor:
-        """Returns the largest magnitude in τ as a 0-d float32 tensor; Inf if it exceeds the range of float32."""
+        """Returns the largest magnitude in τ as a 0-d float32 tensor; NaN or Inf if τ contains any."""
         return largest_magnitude(list(self.tau.values()))
 
     def step(self, lr: float) -> None:

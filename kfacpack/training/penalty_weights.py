@@ -4,10 +4,11 @@ For a layer with R positions per example, the published code computes both facto
 
     A' = 1/(N R) Σ a aᵀ = A        B' = 1/(N R) Σ g gᵀ = B / R
 
-where B is a mean over examples and a sum over positions, as is required for B ⊗ A to be a block of the GGN. The
-published penalty of such a layer is therefore 1/R of the one computed here; for the output projection, which has one
-position, they are equal. In addition, the published code weights norms and tokens by 10 and the output projection by
-0.1. The published values of λ refer to that scaling.
+where N is the number of examples, a an input of the layer and g a gradient with respect to its output. Here, B is a
+mean over examples and a sum over positions, as is required for B ⊗ A to be a block of the GGN. The published penalty of
+such a layer is therefore 1/R of the one computed here; for the output projection, which has one position, the two are
+equal. In addition, the published code weights norms and tokens by 10 and the output projection by 0.1. The published
+values of λ refer to that scaling.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ PenaltyPrecision = Literal["tf32", "bf16"]
 MAX_RATE = 1e18
 """Upper limit for the learning rate, the weight decay, λ and group weights.
 
-τ is float32. The product of two such numbers, or one of them divided by Adam's denominator, must stay in its range.
+τ is float32. The product of two such numbers, or one of them divided by Adam's denominator, must stay in the range of
+float32.
 """
 STRENGTH = 80.0
 """Default λ of a curvature penalty.
 
 It is the middle of a decade in which the accuracy of sums of vectors hardly depends on λ. For eight tasks, the mean
-accuracy of `tiny` with the sum of their vectors is 0.49 without a penalty and 0.69, 0.72, 0.71 at λ = 25, 80, 250; that
-of single vectors is 0.75 without a penalty and 0.75, 0.73, 0.71 with it (examples/eight_tasks.yaml, three seeds). In
-this scaling, the published accuracies are best at 20 (ViT-B/32) and 25 (ViT-B/16), and 2 points lower at ten times
-these values.
+accuracy of `tiny` with the sum of their vectors is 0.49 without a penalty and 0.69, 0.72, 0.71 at λ = 25, 80, 250. The
+mean accuracy with single vectors is 0.75 without a penalty and 0.75, 0.73, 0.71 at these λ (examples/eight_tasks.yaml,
+three seeds). Expressed in the scaling used here, the published accuracies are best at λ = 20 (ViT-B/32) and 25
+(ViT-B/16), and 2 points lower at ten times these values.
 """
 STRENGTH_KL = 3.0
 """Default λ of a curvature penalty with the metric `kl`. The penalty is in nats, not divided by the variance of f.
@@ -79,8 +81,8 @@ _NORM_OPERATIONS = frozenset(
 )
 """Operations of the group "norm", without underscores.
 
-An estimate names an operation that has no rule of its own after its autograd node, such as `nativebatchnorm`. The node
-depends on the device. Manifests that other programs write may contain `native_batch_norm`.
+If an operation has no rule of its own, an estimate records the name of its autograd node, such as `nativebatchnorm`,
+which depends on the device. Manifests that other programs write may contain `native_batch_norm`.
 """
 
 
@@ -118,7 +120,7 @@ def _projection(curvature: Curvature) -> str | None:
 
 
 def block_factors(curvature: Curvature, weights: Mapping[str, float] | None, preset: Preset | None) -> dict[str, float]:
-    """Returns the factor of each block's penalty, by block name.
+    """Returns the factor by which each block's penalty is multiplied, by block name.
 
     Args:
         curvature: The curvature from which the penalty is computed.
@@ -155,10 +157,10 @@ def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curv
 
 
 def resolve_strength(strength: float | None, *, on_data: bool = False, metric: Metric | None = None) -> float:
-    """Returns λ, or the default of the penalty if λ is None.
+    """Returns λ after checking its range, or the default λ of the penalty if `strength` is None.
 
     Args:
-        strength: λ.
+        strength: λ, or None for the default.
         on_data: Whether the penalty is the data penalty.
         metric: Metric of the bundles of a curvature penalty.
 
@@ -187,14 +189,14 @@ def published_strength(base: Base) -> float:
 def _published_divisor(block: CurvatureBlock) -> float:
     """Returns the number by which the preset "tak" divides a block's penalty.
 
-    This is the number of positions per example for Kronecker factors, and 1 for other blocks, whose scaling in the
-    published code is the same as here.
+    For Kronecker factors, this is the number of positions per example. For all other blocks, it is 1, because the
+    published code scales them in the same way as kfacpack.
     """
     if len(block.structure.sides) == 1:
         return 1.0
     if (positions := _positions(block)) is None:
         problem = "does not record the number of positions per example, by which preset 'tak' divides"
-        raise KfacpackError(f"block {block.name!r} {problem}. Estimate it again, or omit the preset")
+        raise KfacpackError(f"block {block.name!r} {problem}. Estimate the bundle again, or omit the preset")
     return positions
 
 

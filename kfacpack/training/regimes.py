@@ -123,14 +123,15 @@ class Regime(ABC):
 
     @abstractmethod
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, ForwardResult]:
-        """Returns the change in f caused by τ, (N, C), and the forward result, which computes the change's gradient.
+        """Returns the change in f caused by τ, (N, C), and the forward result at θ0 + τ.
 
-        The change is not checked for NaN or Inf.
+        The change has the same derivative with respect to τ as f, so `add_gradient` of the result applies to both. The
+        change is not checked for NaN or Inf.
         """
 
 
 class LinearForward(ForwardResult):
-    """The forward result of the linearised model."""
+    """The output f + J τ of the linearised model for one batch, with its backward pass."""
 
     def __init__(self, point: Linearization):
         self._point = point
@@ -162,7 +163,7 @@ class LinearRegime(Regime):
 
 
 class FullForward(ForwardResult):
-    """The forward result of the model itself at θ0 + τ."""
+    """The output of the model itself at θ0 + τ for one batch, with its backward pass."""
 
     def __init__(self, output: Tensor, weights: Mapping[str, Tensor]):
         self._output = output
@@ -227,16 +228,16 @@ NORM = re.compile("norm", re.IGNORECASE)
 
 
 class AttentionRegime(FullRegime):
-    """The regime that trains the model itself, by default only parameters of attention layers other than norms.
+    """The regime that trains the model itself, by default only the parameters of attention layers without their norms.
 
     Raises:
-        KfacpackError: If the model has no such parameters.
+        KfacpackError: If no parameter is selected.
     """
 
     name = "attention"
 
     def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
-        """Returns the chosen parameters, or those of attention layers if `params` is None."""
+        """Returns the parameters that `params` selects or, if it is None, those of attention layers without norms."""
         parameters = super().choose_parameters(model, params)
         if params is None:
             parameters = {
@@ -266,7 +267,7 @@ class SparseRegime(FullRegime):
     default_clip = 1.0
 
     def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
-        """Returns the chosen parameters, or the weights of the layers that `LAYERS` matches if `params` is None."""
+        """Returns the parameters that `params` selects or, if it is None, the weights of layers that match `LAYERS`."""
         parameters = super().choose_parameters(model, params)
         if params is None:
             weights = {
@@ -361,7 +362,7 @@ def calibrated_masks(
         task: The task; its split "validation" is used.
         keep: Share of the weights to train.
         seed: Seed for choosing examples and sampling logits.
-        on_progress: Called with the number of examples done and their total, over all rounds.
+        on_progress: Called with the number of examples done and the total number, both summed over all rounds.
 
     Raises:
         KfacpackError: If the task has no classes or no validation split, or f does not depend on the weights.
@@ -377,7 +378,7 @@ def calibrated_masks(
     total = sum(parameter.numel() for parameter in regime.parameters.values())
     masks = {name: torch.ones_like(parameter, dtype=torch.bool) for name, parameter in regime.parameters.items()}
     for number in range(ROUNDS):
-        # τ multiplies the weights that are not kept by `OUTSIDE`.
+        # With this τ, the weights that are not kept are multiplied by `OUTSIDE`.
         tau = {name: (OUTSIDE - 1) * regime.parameters[name].detach() * ~mask for name, mask in masks.items()}
         draws = CounterRandom(f"sampled logits, round {number}", seed).uniform(len(numbers))
         scores = zeros_like_parameters(regime.parameters)
@@ -395,7 +396,10 @@ def calibrated_masks(
 def _add_squared_gradients(
     regime: Regime, head: Head, batch: Batch, tau: Mapping[str, Tensor], draw: float, scores: dict[str, Tensor]
 ) -> None:
-    """Adds the squared gradients of a sampled logit of one example; `draw`, from 0 to 1, selects the logit."""
+    """Samples a logit of one example and adds the squares of its gradients to `scores`.
+
+    `draw` is a random number from 0 to 1, which determines the logit that is sampled.
+    """
     result = regime.forward(batch, tau)
     f = result.f.requires_grad_()
     logits = head.logits(f)[0]

@@ -1,9 +1,10 @@
 """The curvature penalty λ/s Σ τᵀ G τ over bundles, with its gradient in closed form.
 
-    H = G τ  (B ΔW A for Kronecker factors)     value = λ/s <τ, H>     gradient = 2 λ/s H     s = scale of f
+    H = G τ     value = λ/s <τ, H>     gradient = 2 λ/s H
 
-G is symmetric, so the gradient needs no computation beyond that of the value, and no graph. Blocks of equal shape and
-form are computed together; see `factor_placement`.
+s is the scale of f. For a block with the Kronecker factors B and A, H is B ΔW A, where ΔW is the part of τ that belongs
+to the block. G is symmetric, so the value and the gradient are computed from the same H, without an autograd graph.
+Similar blocks are computed together; see `factor_placement`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class OwnTaskWarning(UserWarning):
 
 
 class OutputScaleWarning(UserWarning):
-    """Issued if f is not normalised and a bundle does not record the scale of f, so that λ depends on that scale."""
+    """Issued if f is not normalised and a bundle does not record the scale of f, on which λ then depends."""
 
 
 class PrecisionLoss(NamedTuple):
@@ -61,25 +62,29 @@ class PrecisionLoss(NamedTuple):
 class Regularizer:
     """The quadratic penalty λ/s Σ τᵀ G τ over one or several curvature bundles.
 
-    A merged bundle represents Σ w_t G_t with weights w_t whose mean is 1. s makes λ independent of the scale of f: it
-    is 1 if f is normalised, and otherwise the variance of f that the bundles record (`OutputScale.reference`).
+    A merged bundle represents Σ w_t G_t with weights w_t whose mean is 1. The divisor s makes λ independent of the
+    scale of f. It is 1 with a preset, with the metric `kl` and if f is normalised. Otherwise, it is the variance of f
+    that the bundles record (`OutputScale.reference`), or 1 if no bundle records it.
 
     Args:
         bundles: One or several curvatures, paths or `hf://` references. All must have the same base model and the same
             f.
-        strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, or to the published λ for the model with
-            `preset="tak"`.
-        weights: Factors by group. Groups are "norm", "token", "projection", and operations as named in the manifest.
-        preset: "tak" for the published weighting and scaling; `weights` takes precedence over its weights.
+        strength: λ. Defaults to 80, or to 3 for bundles with the metric `kl`. With `preset="tak"`, defaults to the λ
+            that was published for the model.
+        weights: Factors by which the penalty of a group of blocks is multiplied, by name of the group. The groups are
+            "norm", "projection" and, for all other blocks, their operation in the manifest, such as "token".
+        preset: "tak" for the published weighting and scaling. `weights` takes precedence over the weights of the
+            preset.
         every: Interval of the penalty in steps, for training loops that use `due`.
         offload: Whether to keep factors on the CPU in their stored form and copy them to the device a few blocks at a
             time.
         device: Device of the computation. Defaults to the device of τ.
         dtype: Dtype of the computation. Defaults to the dtype of τ, at least float32.
-        precision: Precision of the products with factors: "bf16" also keeps the factors in bfloat16, "tf32" uses TF32
-            on GPUs that support it. Defaults to that of `dtype`. `precision_loss` measures the effect.
-        exclude_task: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles into
-            which it was merged by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
+        precision: Precision of the products with factors: "bf16" keeps the factors in bfloat16 and multiplies in
+            bfloat16; "tf32" uses TF32 on GPUs that support it. By default, the products are computed in the dtype of
+            the computation. `precision_loss` measures the effect.
+        exclude_task: Name of the task being trained. Its own bundle is not used. From bundles into which the task was
+            merged by `tak`, it is subtracted; if that is not possible, an `OwnTaskWarning` is issued.
 
     Raises:
         KfacpackError: If the bundles are incompatible, or an option is out of range.
@@ -123,7 +128,7 @@ class Regularizer:
         check_weights(weights, [original.curvature for original, _ in pairs])
         self.strength = self._resolve_strength(strength, preset)
         self.output_scale = 1.0 if preset else _output_scale(self._inputs)
-        """s, which divides the penalty."""
+        """The divisor s of the penalty."""
         self.every = every
         self._weights, self._preset = dict(weights or {}), preset
         self._device = torch.device(device) if device is not None else None
@@ -144,7 +149,7 @@ class Regularizer:
 
     @property
     def settings(self) -> dict[str, float | int | str]:
-        """Settings to record in the vector's file."""
+        """Settings of the penalty, which are recorded in the vector's file."""
         weights = ", ".join(f"{group}={weight!r}" for group, weight in self._weights.items())
         settings = {
             "strength": self.strength,
@@ -159,7 +164,7 @@ class Regularizer:
 
     @property
     def curvatures(self) -> tuple[Curvature, ...]:
-        """Curvatures over which the penalty is summed, without the task being trained."""
+        """Curvatures over which the penalty is summed, from which the task being trained was removed if possible."""
         return tuple(bundle.curvature for bundle in self._inputs)
 
     @property
@@ -169,7 +174,7 @@ class Regularizer:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the protected tasks."""
+        """Names of the tasks that the penalty protects."""
         parents = (parent.task for bundle in self._inputs for parent in bundle.parents)
         return tuple(dict.fromkeys(task for task in parents if task))
 
@@ -194,7 +199,8 @@ class Regularizer:
 
         Args:
             model: A kfacpack model, a module or a state dict.
-            function: f of the model; a kfacpack model provides its own.
+            function: Description of f. Defaults to that of a kfacpack model. For a module or a state dict, f is not
+                checked by default.
             base: Result of `Model.base` or `kp.identify` for `model`, if it has been computed already. Parameters in it
                 are not hashed again.
 
@@ -215,7 +221,7 @@ class Regularizer:
                     continue
                 if words := difference(parameter, weights):
                     problem = f"was estimated for {about.base.name} with different weights from the model's"
-                    remedy = "Estimate its curvature at these weights"
+                    remedy = "Estimate the bundle again at the current weights of the model"
                     raise KfacpackError(f"{bundle.name}: {problem}: parameter {parameter.name!r} {words}. {remedy}")
                 identified[parameter.name] = parameter
 
@@ -237,8 +243,9 @@ class Regularizer:
     def loss(self, tau: Mapping[str, Tensor]) -> Tensor:
         """Returns the penalty as a loss term that is differentiable once with respect to τ.
 
-        τ may be computed from other tensors: for τ = c B A and H = 2 λ/s G τ, the gradient of B is c H Aᵀ, and that of
-        A is c Bᵀ H. If the tensors of τ are leaves, `add_grad` does the same without a graph.
+        τ may be computed from other tensors, for example as a low-rank product τ = c L R. With H = 2 λ/s G τ, the
+        gradient with respect to L is then c H Rᵀ, and the gradient with respect to R is c Lᵀ H. If the tensors of τ are
+        leaves, `add_grad` computes their gradients without a graph.
 
         Args:
             tau: Task vector by parameter name; see `value`.
@@ -322,12 +329,12 @@ class Regularizer:
     def _compute(
         self, tau: Mapping[str, Tensor], grads: Mapping[str, Tensor] | None, factors: FactorPlacement | None = None
     ) -> Tensor:
-        """Returns the value and adds the gradient to `grads`, if given. τ must have been checked.
+        """Returns the penalty, and adds its gradient to `grads` if it is not None. τ must have been checked.
 
         Args:
             tau: τ by parameter name.
-            grads: Gradients to add to, by parameter name.
-            factors: Factors to use instead of those in the requested precision.
+            grads: Gradients to add to, by parameter name, or None.
+            factors: Placed factors to use instead of those in the requested precision.
         """
         dtype, tf32 = self._dtype_for(tau), self.precision == "tf32" and factors is None
         factors = factors or self._factors_for(tau)
@@ -392,19 +399,24 @@ class _Penalty(torch.autograd.Function):
 
 
 def _output_scale(inputs: Sequence[MergeInput]) -> float:
-    """Returns the scale of f; 1 if no bundle records it, so that the penalty is not divided."""
+    """Returns the scale of f, by which the penalty is divided, or 1 if no bundle records it."""
     about = inputs[0].curvature.about
     reference = scale_of_f(inputs)
     for bundle in inputs:
         if not (about.function.normalized or about.metric == "kl" or bundle.curvature.about.output_scale):
-            instead = "the scale of the other bundles is used" if reference else "λ multiplies the absolute drift"
+            instead = "the scale of the other bundles is used" if reference else "the penalty is not divided by it"
             problem = f"f is not normalised, and the bundle does not record the scale of f; {instead}"
             warnings.warn(f"{bundle.name}: {problem}. Estimate the bundle again", OutputScaleWarning, stacklevel=3)
     return reference or 1.0
 
 
 def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[MergeInput, MergeInput]]:
-    """Returns pairs of a bundle and the same bundle without the task being trained, if that task can be removed."""
+    """Removes the task being trained from the bundles.
+
+    Returns:
+        Pairs of a bundle as passed and the same bundle without the task. If the task cannot be subtracted, a warning is
+        issued, and merged bundles are unchanged. Bundles for this task alone are left out.
+    """
     _warn_of_common_classes(inputs, task)
     if not any(parent.task == task for bundle in inputs for parent in bundle.parents):
         return [(bundle, bundle) for bundle in inputs]
@@ -422,7 +434,7 @@ def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[Mer
 
 
 def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
-    """Warns if a bundle contains a task that shares classes with `task` and therefore cannot be subtracted."""
+    """Warns if a bundle contains another task that has classes in common with `task` but cannot be subtracted."""
     protected = {
         parent.task: bundle for bundle in inputs for parent in bundle.parents if parent.task and parent.task != task
     }

@@ -68,11 +68,12 @@ def train(
     Args:
         model: A model from `kp.load_model`, or its name.
         task: A task from `kp.load_task`, or its name.
-        reg: Bundles of the other tasks' curvature: curvatures, paths or `hf://` references. The trained task is left
-            out of bundles that contain it, where that is possible.
-        reg_data: One or several other tasks whose drift is penalised on their own data, instead of using bundles (τJp).
-        strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, to 1 with `reg_data`, or to the published λ
-            with `preset`.
+        reg: One or several bundles with the curvature of other tasks: curvatures, paths or `hf://` references. The
+            trained task is removed from bundles that contain it, where that is possible.
+        reg_data: One or several other tasks. The change in f on their data is penalised directly, instead of using
+            bundles (τJp).
+        strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, and to 1 with `reg_data`. With `preset`,
+            defaults to the published λ.
         reg_every: Interval of the penalty in steps. With N, the penalty is applied only at every N-th step.
         weights: Factors for groups of blocks, such as `{"norm": 10.0}`.
         preset: `"tak"` for the published scaling, strength and weights.
@@ -89,7 +90,8 @@ def train(
         steps: Number of steps; 500 if neither `steps` nor `epochs` is given.
         epochs: Passes over the training examples, instead of `steps`.
         batch_size: Examples per step, summed over all processes.
-        micro_batch_size: Examples per forward pass; the gradients of a step are accumulated.
+        micro_batch_size: Maximum number of examples per forward pass. By default, each process computes all of its
+            examples of a step in one pass.
         lr: Peak learning rate; by default derived from the model, or 1e-5 in the regime `"sparse"`.
         warmup: Fraction of the steps over which the learning rate increases linearly.
         weight_decay: AdamW's weight decay on τ.
@@ -103,7 +105,7 @@ def train(
         resume: Whether to resume an interrupted run with the same `output`.
         on_progress: Called after each step with its metrics and the total number of steps; on a GPU, only after the
             next step has been started.
-        stopped: Checked after each step; once it returns True, the state is stored and `Interrupted` is raised.
+        stopped: Called after each step. Once it returns True, the state is stored and `Interrupted` is raised.
 
     Returns:
         The task vector, with its head.
@@ -178,9 +180,9 @@ def build_trainer(
     Args:
         model: The base model.
         task: The task to train.
-        settings: Length, batches, learning rate and seed.
+        settings: Number of steps, batch size, learning rate, seed and other hyperparameters.
         reg: Bundles from which the penalty is computed. This and the following arguments are described in `train`.
-        reg_data: Tasks whose drift is penalised on their own data.
+        reg_data: Tasks on whose data the change in f is penalised.
         strength: λ.
         reg_every: Interval of the penalty in steps.
         weights: Factors for groups of blocks.
@@ -194,7 +196,8 @@ def build_trainer(
         head: A frozen head, or the kind of head to compute.
         autocast: Whether to run the model in bfloat16.
         compile: Whether to compile the linearised step with torch.compile.
-        on_head: Called with the number of examples done and their total while a prototype head is computed.
+        on_head: Called with the number of examples done and the total number, while a head or the masks of the regime
+            `"sparse"` are computed from examples.
 
     Returns:
         The trainer; its method `run` starts the training.

@@ -146,7 +146,7 @@ def build_task_vector(trainer: Trainer, tau: Mapping[str, Tensor], base: Base) -
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
-    """Returns all settings that affect the result."""
+    """Returns all settings of a run that affect the trained vector, by name."""
     penalty = trainer.regularizer or trainer.data_penalty
     autocast = {"autocast": str(trainer.autocast).removeprefix("torch.")} if trainer.autocast else {}
     return {
@@ -201,9 +201,9 @@ class Trainer:
     task: Task
     """The task to train on; its split "train" is used."""
     head: Head
-    """Frozen head of the loss."""
+    """Frozen head with which the loss is computed."""
     settings: TrainingSettings = field(default_factory=TrainingSettings)
-    """Length, batches, learning rate and seed."""
+    """Number of steps, batch size, learning rate, seed and other hyperparameters."""
     regularizer: Regularizer | None = None
     """Curvature penalty; cannot be combined with `data_penalty`."""
     data_penalty: DataPenalty | None = None
@@ -233,7 +233,7 @@ class Trainer:
 
     @cached_property
     def split(self) -> Split:
-        """The training split."""
+        """The split "train" of the task."""
         return self.task.split("train")
 
     @cached_property
@@ -249,7 +249,7 @@ class Trainer:
 
     @cached_property
     def lr(self) -> float:
-        """Peak learning rate. If it is derived from the model, all processes use the same examples."""
+        """Peak learning rate. If it is derived from the model, every process derives it from the same examples."""
         if (lr := self.settings.lr if self.settings.lr is not None else self.regime.default_lr) is not None:
             return lr
         numbers = self._order.batch(0)[:_LR_EXAMPLES]
@@ -264,7 +264,7 @@ class Trainer:
 
     @cached_property
     def _own_head(self) -> Head:
-        """The rows of the head for the task's own classes: all of them, except for a class split NAME@k/n."""
+        """The head or, if the task is a class split NAME@k/n, the rows of the head for the classes of this part."""
         head, own = self.head, own_classes(self.task)
         if own is None:
             return head
@@ -284,7 +284,7 @@ class Trainer:
         on_progress: Callable[[Metrics, int], None] = lambda metrics, steps: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> TaskVector:
-        """Trains the vector and writes it to a file. The state is stored beside it at intervals.
+        """Trains the vector and writes it to a file. Until then, the state is stored beside this file at intervals.
 
         Args:
             output: File to write.
@@ -292,7 +292,7 @@ class Trainer:
             every: Minimum number of seconds between two stored states.
             on_progress: Called after each step with its metrics and the total number of steps; on a GPU, only after the
                 next step has been started.
-            stopped: Checked after each step; once it returns True, the state is stored and `Interrupted` is raised.
+            stopped: Called after each step. Once it returns True, the state is stored and `Interrupted` is raised.
 
         Returns:
             The task vector.
@@ -333,8 +333,8 @@ class Trainer:
 
             for step in range(done, self.steps):
                 try:
-                    # All processes must stop at the same step, and must read the results before a save at the same
-                    # step. They therefore act on requests that were sent with the results.
+                    # All processes must stop at the same step. They must also agree on the step at which they read the
+                    # results before a save. They therefore act on requests that were sent with the results.
                     sent = (False, False) if alone else (stopped(), first and partial.is_due())
                     started.append(self._start_step(step, state, loader, *sent))
                 except Exception as error:
@@ -369,7 +369,7 @@ class Trainer:
         )
 
     def penalty_error(self, vector: TaskVector) -> PrecisionLoss | None:
-        """Returns the rounding errors of the curvature penalty at a vector; None if it is computed in full precision.
+        """Returns the errors of the penalty at a vector if it is computed in reduced precision, else None.
 
         Args:
             vector: A task vector of this run.
@@ -448,7 +448,7 @@ class Trainer:
         return metrics, (bool(stop), bool(save))
 
     def _step_error(self, step: int, problem: str, *, lr_involved: bool) -> KfacpackError:
-        """Returns the error for a failed step; while τ is zero, the learning rate cannot be the cause."""
+        """Returns the error for a failed step. If `lr_involved` is set, a lower learning rate may be the remedy."""
         state = "The last state that was stored beside the output is kept, if there is one"
         for name, parameter in self.regime.model.module.named_parameters():
             if not bool(parameter.isfinite().all()):

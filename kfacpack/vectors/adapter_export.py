@@ -1,8 +1,11 @@
-"""Exports a task vector as a LoRA adapter that PEFT loads onto the model's own module.
+"""Exports a task vector as a LoRA adapter that PEFT loads onto the base model.
 
 Notation: W (m, n) is the change to a weight, in the orientation of the parameter. The adapter stores an approximation
-U V with U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. With a bundle, errors are measured in the bundle's
-metric. If the truncated SVD of W has a smaller error than the approximation in this metric, the truncated SVD is used.
+U V with U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. If the vector stores W as factors of at most the
+given rank, these are U and V. Otherwise, without a bundle, U V is the truncated singular value decomposition of W.
+With a bundle, errors are measured in the norm that the bundle's curvature G defines, ‖X‖² = <X, G X>, and U V is chosen
+to make the error in this norm small. This choice is itself approximate, so the truncated decomposition is used wherever
+its error in this norm is not larger.
 """
 
 from __future__ import annotations
@@ -40,27 +43,30 @@ ApproximationMethod = Literal["factors", "svd", "metric"]
 
 
 class LinearVectorWarning(UserWarning):
-    """Issued when a vector trained in the linearised model is exported, because the adapter is added to θ0."""
+    """Issued when a vector that was trained in the linearised model is exported.
+
+    PEFT adds the exported change to θ0, which gives different outputs than the linearised model.
+    """
 
 
 @dataclass(frozen=True)
 class ExportedMatrix:
-    """A weight matrix of the adapter and its approximation error."""
+    """The change to one weight matrix in the adapter, and its approximation error."""
 
     parameter: str
-    """Name of the weight."""
+    """Name of the parameter."""
     shape: tuple[int, ...]
     rank: int
     """Rank of the approximation."""
     method: ApproximationMethod
-    """How the weight is approximated: "factors" for the stored factors, which are exact; "svd" for the truncated
-    singular value decomposition; "metric" for the best approximation in the metric of the bundle."""
+    """How the change is approximated: "factors" if the vector's own factors are exported, without loss; "svd" for the
+    truncated singular value decomposition; "metric" for an approximation with a smaller error in the bundle's norm."""
     error: float
-    """‖W − U V‖ / ‖W‖."""
+    """Relative error ‖W − U V‖ / ‖W‖ of the approximation U V of the change W, in the Frobenius norm."""
     metric_error: float | None
-    """‖W − U V‖ / ‖W‖ in the bundle's norm; None if there is no bundle or if this norm of W is zero."""
+    """Relative error ‖W − U V‖ / ‖W‖ in the bundle's norm; None if there is no bundle or if this norm of W is zero."""
     svd_metric_error: float | None
-    """Error of the truncated SVD in the bundle's norm; None in the same cases as `metric_error`."""
+    """Relative error of the truncated SVD in the bundle's norm; None in the same cases as `metric_error`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ class LostParameter:
     share: float
     """Share of ‖τ‖² that is due to this parameter."""
     metric_share: float | None
-    """τᵀGτ for this parameter alone, relative to τᵀGτ for the whole vector; None if there is no bundle."""
+    """Share of τᵀGτ that is due to this parameter's change alone, where G is the bundle's curvature and τ the whole
+    vector; None if there is no bundle or if τᵀGτ is zero."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ class LoraExport:
     error: float
     """‖τ − adapter‖ / ‖τ‖ over all parameters, including those in `lost`."""
     metric_error: float | None
-    """‖τ − adapter‖ / ‖τ‖ in the bundle's norm; None if there is no bundle."""
+    """‖τ − adapter‖ / ‖τ‖ in the bundle's norm; None if there is no bundle or if this norm of τ is zero."""
 
 
 def export_lora(
@@ -109,27 +116,27 @@ def export_lora(
 ) -> LoraExport:
     """Writes a task vector as a folder that `peft.PeftModel.from_pretrained` loads onto the base model.
 
-    The adapter contains the weights of linear layers and the fused input projection of `nn.MultiheadAttention`. The
-    output projection of `nn.MultiheadAttention`, biases, norms, tokens, embeddings and parameters without a module are
-    left out and listed in the result. A change that the vector stores as factors of at most the given rank is exported
-    without loss.
+    The adapter contains the changes to the weights of linear layers and to the fused input projections of
+    `nn.MultiheadAttention`. Changes to all other parameters are left out and listed in the result: output projections
+    of `nn.MultiheadAttention`, weights that several layers share, biases, norms, tokens and embeddings. If the vector
+    stores a change as factors of at most the given rank, the change is exported without loss.
 
     Args:
         vector: A task vector, or the path of its file.
         path: Folder to write. If it exists, it must be empty.
         rank: Maximum rank of each matrix.
-        bundle: A curvature, or the path of a bundle. Each matrix is then approximated in the metric of its block;
-            parameters that the bundle does not cover are approximated by the truncated SVD.
-        model: The base model, of which only the module classes are used. By default, the model that the vector records
-            is built with random weights.
-        on_progress: Called with the number of parameters done and their total.
+        bundle: A curvature, or the path of a bundle. If it is passed, the error of each matrix is minimised in the norm
+            that its curvature defines. Parameters that the bundle does not cover are approximated by the truncated SVD.
+        model: The base model, whose architecture is used, but not its weights. By default, the model that the vector
+            records is built with random weights.
+        on_progress: Called with the number of parameters done and the total number.
 
     Returns:
         The approximation error of each matrix, and the parameters that the adapter does not contain.
 
     Raises:
-        KfacpackError: If the rank is less than 1, if the bundle has another base model or f, if the vector has no
-            parameter that an adapter can contain, or if the folder is not empty.
+        KfacpackError: If the rank is less than 1, if the bundle was estimated for another base model or f, if the
+            vector changes no parameter that an adapter can contain, or if the folder is not empty.
 
     Example:
         >>> kp.export_lora("dtd.safetensors", "dtd-lora", rank=16, bundle="dtd.kfac")  # doctest: +SKIP
@@ -211,7 +218,7 @@ def _check_bundle(vector: TaskVector, curvature: Curvature) -> None:
 
 
 def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:
-    """Returns the module of the base model, or a module of the same architecture."""
+    """Returns the passed model's module or, without a model, a new module of the base model's architecture."""
     if model is None:
         prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)
         remedy = "Pass the model: --model MODEL (model=…)"
@@ -264,7 +271,11 @@ def _target(module: nn.Module, name: str, shape: tuple[int, ...], uses: Mapping[
 def _approximate(
     vector: TaskVector, name: str, rank: int, metric: BlockMetric | None
 ) -> tuple[LowRankPair | None, ExportedMatrix]:
-    """Returns the float32 factors of a weight, or None if the weight does not change, and the approximation errors."""
+    """Approximates the change to a weight.
+
+    Returns:
+        The factors in float32, or None if the change is zero; and a report on the approximation.
+    """
     W = vector[name].reshape(vector[name].shape[0], -1).double()
     stored = vector.factors(name)
     size = metric.quadratic(W) if metric else 0.0
@@ -290,7 +301,7 @@ def _approximate(
 
 @dataclass
 class _Totals:
-    """Squared norms of the vector and of the part that the adapter does not contain."""
+    """Squared norms of the vector and of its difference from the adapter, in the Frobenius and in the bundle's norm."""
 
     norm: float = 0.0
     error: float = 0.0
@@ -352,11 +363,11 @@ def _write(
     ranks = {name: len(V) for name, (_, V) in factors.items()}
     for name, rank in ranks.items():
         if isinstance(owner := module.get_submodule(name), nn.MultiheadAttention):
-            # PEFT adapts both weights of the layer with the same rank.
+            # PEFT always adapts both weights of this layer, with the same rank.
             width = owner.embed_dim
             factors[f"{name}.base_layer.out_proj"] = torch.zeros(width, rank), torch.zeros(rank, width)
     largest = max(ranks.values(), default=1)
-    # PEFT uses the first pattern that a name ends with, so longer names must come first.
+    # PEFT uses the first pattern that matches the end of a name, so longer patterns must come first.
     pattern = {name: ranks[name] for name in sorted(ranks, key=len, reverse=True)}
     pattern = pattern if any(rank != largest for rank in ranks.values()) else {}
     config: dict[str, Any] = {
@@ -386,7 +397,11 @@ def _write(
 
 
 def _target_modules(names: list[str], modules: Iterable[str]) -> list[str] | str:
-    """Returns the names, or a regular expression if PEFT would also match longer names that end with one of them."""
+    """Returns the value of `target_modules` in the config, which selects exactly the modules with the given names.
+
+    PEFT also adapts modules whose names end with a listed name. If the model has such modules, the value is a regular
+    expression instead of the list.
+    """
     suffixes = tuple(f".{name}" for name in names)
     if any(module.endswith(suffixes) and module not in names for module in modules):
         return "|".join(map(re.escape, names))

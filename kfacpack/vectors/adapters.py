@@ -1,9 +1,9 @@
 """Reads PEFT's LoRA adapters and returns their weight changes as factors. The peft library is not needed.
 
 An adapter is a folder with `adapter_config.json` and `adapter_model.safetensors`. With A (r, in) and B (out, r), the
-change in a layer's weight is s B A, where s = α / r, or α / √r with rsLoRA. The change to an embedding, or of a layer
-that stores its weight as (in, out), such as transformers' Conv1D, is the transpose. For convolutions, A (r, …) and
-B (out, r, …) have more dimensions.
+change to a layer's weight is s B A, where s = α / r, or α / √r with rsLoRA. For embeddings, and for layers that store
+their weight as (in, out), such as transformers' Conv1D, the change is the transpose of s B A. For convolutions,
+A (r, …) and B (out, r, …) have more than two dimensions.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _UNSUPPORTED = {
     "alora_invocation_tokens": "activated LoRA",
     "lora_bias": "LoRA with a bias (lora_bias)",
 }
-"""Variants of LoRA whose change is not s B A, by the config key that enables them."""
+"""Variants of LoRA in which the change to a weight is not s B A, by the config key that enables them."""
 _INITIALISATIONS = ("gaussian", "eva", "orthogonal")
-"""Initialisations that do not change the weights of the base model; others, such as PiSSA, do."""
+"""Initialisations of A and B that leave the base model's weights unchanged; others, such as PiSSA, change them."""
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
@@ -67,7 +67,7 @@ class AdapterLayer:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The content of a LoRA adapter. Layers and parameters have the names of the model that was adapted."""
+    """The content of a LoRA adapter. Layers and parameters have the same names as in the model that was adapted."""
 
     tensors: CheckpointTensors
     base: str | None
@@ -75,12 +75,12 @@ class Adapter:
     layers: Mapping[str, AdapterLayer]
     """Layers with LoRA factors, by layer name."""
     replaced: Mapping[str, str]
-    """Names of the tensors in the file that replace parameters, by parameter name."""
+    """Names of the tensors in the file that replace whole parameters, by the name of the replaced parameter."""
     config_sha256: str
     """SHA-256 of the config file."""
 
     def factors(self, layer: AdapterLayer, module: nn.Module, shape: tuple[int, ...]) -> Factors:
-        """Returns the change in a layer's weight as factors.
+        """Returns the factors of the change to a layer's weight.
 
         Args:
             layer: The layer.
@@ -88,7 +88,7 @@ class Adapter:
             shape: Shape of this layer's weight.
 
         Returns:
-            U (m, r) and V (r, n) in float32.
+            U (m, r) and V (r, n) in float32, whose product is the change, reshaped to (shape[0], -1).
 
         Raises:
             BundleError: If a tensor contains NaN or Inf, or if its shape or dtype does not match the layer.
@@ -108,7 +108,7 @@ class Adapter:
         if grouped or left.shape[0] != rows or right.shape[1] != columns or left.shape[1] != right.shape[0]:
             actual = " and ".join(str(list(tensors[factor].shape)) for factor in ("A", "B"))
             problem = f"A and B of shapes {actual} do not match the base model's weight of shape {list(shape)}"
-            problem += ", which has groups" if grouped else ""
+            problem += ", because the layer has groups" if grouped else ""
             remedy = "The adapter may be for another base model"
             raise BundleError(self.tensors.name, problem, f"layer {layer.module!r}", remedy)
         return (layer.scale * left).float().contiguous(), right.float().contiguous()
@@ -154,14 +154,14 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
             if match["module"].endswith(".base_layer.out_proj"):
                 # peft 0.21 adds the change of out_proj twice, so its effect depends on the version of peft.
                 layer_name = match["module"].removesuffix(".base_layer.out_proj")
-                problem = "has LoRA factors for torch.nn.MultiheadAttention"
+                problem = "has LoRA factors for torch.nn.MultiheadAttention, which are not supported"
                 raise BundleError(folder.name, problem, f"layer {layer_name!r}", _MERGE_FIRST)
             module = _WRAPPERS.sub("", match["module"])
             layer = layers.get(module)
             if layer is None:
                 layer = layers[module] = AdapterLayer(module, 0.0, bool(match["kind"]))
             if match["factor"] in layer.tensors:
-                raise BundleError(folder.name, f"{match['factor']} occurs twice", f"layer {module!r}")
+                raise BundleError(folder.name, f"the matrix {match['factor']} occurs twice", f"layer {module!r}")
             layer.tensors[match["factor"]] = name
         elif "lora_" in path:
             raise BundleError(folder.name, "belongs to an unsupported variant of LoRA", f"tensor {name!r}", ONLY_LORA)
@@ -203,10 +203,10 @@ def _is_positive(value: Any) -> bool:
 
 
 def _scale(name: str, config: Mapping[str, Any], module: str, layer: AdapterLayer, tensors: CheckpointTensors) -> float:
-    """Returns s = α / r or α / √r, after checking that A and B exist and have the rank that the config states."""
+    """Checks that A and B exist and have the rank r that the config states, and returns s = α / r or α / √r."""
     where = f"layer {module!r}"
     if missing := [factor for factor in ("A", "B") if factor not in layer.tensors]:
-        raise BundleError(name, f"{missing[0]} is missing", where, "Download the adapter again")
+        raise BundleError(name, f"the matrix {missing[0]} is missing", where, "Download the adapter again")
     shapes = {factor: tensors.specs[tensor][1] for factor, tensor in layer.tensors.items()}
     rank = _by_pattern(name, config, "rank_pattern", "r", module)
     if len(shapes["A"]) < 2 or len(shapes["B"]) < 2 or not shapes["A"][0] == shapes["B"][1] == rank:
@@ -217,7 +217,15 @@ def _scale(name: str, config: Mapping[str, Any], module: str, layer: AdapterLaye
 
 
 def _by_pattern(name: str, config: Mapping[str, Any], patterns: str, default: str, module: str) -> float:
-    """Returns the value of the first pattern that matches the end of a layer's name, like peft, or the default."""
+    """Returns the value of a config key for a layer. As in peft, name patterns can override the key's value.
+
+    Args:
+        name: Location of the adapter, for error messages.
+        config: The adapter's config.
+        patterns: Key of the patterns. The first pattern that matches the end of the layer's name determines the value.
+        default: Key of the value for layers that no pattern matches.
+        module: Name of the layer.
+    """
     for pattern, value in (config.get(patterns) or {}).items():
         try:
             # The pattern is untrusted: repeated groups could take exponential time.

@@ -61,18 +61,18 @@ class MergedVector(VectorStorage):
         return self._method.begin(self._inputs)
 
     def read(self, name: str) -> Tensor:
-        """Merges one parameter and returns it in float32."""
+        """Merges the changes to one parameter and returns the result in float32."""
         with torch.no_grad():
             return self._parameter(name).float()
 
     @property
     def heads(self) -> Mapping[str, Head]:
-        """Heads by task name."""
+        """Classification heads by task name."""
         return self._heads
 
 
 class SolvedVector(VectorStorage):
-    """The in-memory result of a method that merges all parameters at once. Low-rank changes remain factored."""
+    """The result, in memory, of a method that merges all parameters at once. Low-rank changes are kept as factors."""
 
     def __init__(self, parameters: SolvedParameters, about: AboutVector, heads: Mapping[str, Head]):
         self.about = about
@@ -87,12 +87,12 @@ class SolvedVector(VectorStorage):
         return self._parameters.tensors[name]
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Returns the factors U and V of a parameter's change, or None if it is not stored as factors."""
+        """Returns the factors U and V of a parameter's change, or None if the change is not stored as factors."""
         return self._parameters.factors.get(name)
 
     @property
     def heads(self) -> Mapping[str, Head]:
-        """Heads by task name."""
+        """Classification heads by task name."""
         return self._heads
 
 
@@ -105,7 +105,7 @@ def add(
     on_progress: OnProgress = lambda done, total: None,
     **settings: Any,
 ) -> TaskVector:
-    """Merges task vectors into one vector, on the scale of their sum.
+    """Merges task vectors into one vector, which has the scale of their sum rather than of their mean.
 
     Most methods compute the result one parameter at a time when it is read or saved. "curvature", "regmean", "fisher"
     and "actmat" compute it immediately; `about.method` of the result then contains the number of iterations, the
@@ -120,8 +120,8 @@ def add(
             a factor multiplies the result by the same factor.
         bundles: Curvatures or paths of bundles for the vectors' tasks, in any order, if the method needs them. A vector
             with several tasks needs a merged bundle of these tasks or several bundles.
-        on_progress: Called with the number of blocks done and their total by methods that compute the result
-            immediately.
+        on_progress: Called with the number of blocks done and the total number, but only by methods that compute the
+            result immediately.
         **settings: Settings of the method, as listed above.
 
     Returns:
@@ -130,8 +130,8 @@ def add(
     Raises:
         KfacpackError: If the method, a setting or alpha is invalid, if bundles are missing or superfluous, or if the
             curvature of a block is not positive definite and cannot be repaired.
-        TaskVectorError: If the vectors are incompatible, if a vector would be counted twice, or if a bundle has another
-            base model or f.
+        TaskVectorError: If the vectors are incompatible, if a vector would be counted twice, or if a bundle was
+            estimated for another base model or f.
 
     Example:
         >>> merged = kp.add(["cars.safetensors", "dtd.safetensors"], method="ties", keep=0.3)
@@ -194,7 +194,7 @@ def _matched_bundles(
             users = ", ".join(name for name, other in METHODS.items() if other.needs_bundles)
             raise KfacpackError(
                 f"the method {method.name!r} does not use bundles, but {len(inputs)} were passed. Omit them, or use "
-                f"one of {users}"
+                f"one of the methods {users}"
             )
         return []
     for number, vector in enumerate(vectors, start=1):
@@ -211,7 +211,7 @@ def _matched_bundles(
 
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
     if not isinstance(alpha, int | float | Sequence):
-        raise KfacpackError(f"α is a {type(alpha).__name__}, expected a finite number or a list with one per vector")
+        raise KfacpackError(f"α is a {type(alpha).__name__}, expected a number or a list with one number per vector")
     numbers = [alpha] * count if isinstance(alpha, int | float) else list(alpha)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
@@ -222,7 +222,10 @@ def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
 
 
 def _require_different(vectors: Sequence[TaskVector], sources: Sequence[Addable]) -> None:
-    """Checks that no vector occurs twice with the same sign. Subtracting an addend from a sum is allowed."""
+    """Checks that no vector is counted twice with the same sign, by itself or as an addend of another vector.
+
+    Opposite signs are allowed, so that an addend can be subtracted from a sum.
+    """
     seen: dict[tuple[str, bool], str] = {}
     digests: dict[str, str] = {}
     for number, (vector, source) in enumerate(zip(vectors, sources, strict=True), start=1):
@@ -231,7 +234,7 @@ def _require_different(vectors: Sequence[TaskVector], sources: Sequence[Addable]
         for signed_digest in {(vector.digest, True), *addends}:
             if signed_digest in seen:
                 pair = f"{printable(seen[signed_digest])} and {printable(name)}"
-                remedy = f"Pass it once, or once with α = 2 ({', '.join(map(printable, vector.tasks))})"
+                remedy = f"Pass it only once, or use α = 2 (tasks: {', '.join(map(printable, vector.tasks))})"
                 problem = "are the same vector" if vector.digest == digests[seen[signed_digest]] else "share a vector"
                 raise TaskVectorError(f"{pair} {problem}, which would be counted twice. {remedy}")
             seen[signed_digest] = name
@@ -252,20 +255,21 @@ def refine(
 ) -> TaskVector:
     """Reduces the effect of a task vector on other tasks, without training it again.
 
-    The result τ' solves (G_own + λ Σ w_t G_t + ε) τ' = G_own τ + ε τ, where t runs over the other tasks. τ' has little
-    effect on the outputs for the other tasks, while its effect on the vector's own task stays close to that of τ.
+    The result τ' solves (G_own + λ Σ w_t G_t + ε) τ' = G_own τ + ε τ, where G_own is the curvature for the vector's own
+    tasks, and w_t and G_t are the weight and the curvature for each other task t. τ' has little effect on the outputs
+    for the other tasks, while its effect on the vector's own tasks stays close to that of τ.
 
     Args:
         vector: The task vector, or the path of its file.
         own: The bundle for the vector's task, or several bundles if the vector has several tasks.
         reg: One or several bundles for the other tasks. They may be merged bundles.
-        strength: λ, the factor of the other tasks' curvature.
-        damping: ε relative to the mean eigenvalue of the summed curvature of a block.
+        strength: λ, the factor by which the curvature for the other tasks is multiplied.
+        damping: ε, relative to the mean eigenvalue of G_own + λ Σ w_t G_t in each block of parameters.
         task_weights: "equal" gives every other task weight one; "size" weights them in proportion to the sizes of
             their datasets, scaled to a mean of one.
-        tolerance: Relative residual at which the iteration for a block stops.
+        tolerance: Relative residual at which the iterative solver stops, for each block.
         iterations: Maximum number of iterations per block.
-        on_progress: Called with the number of blocks done and their total.
+        on_progress: Called with the number of blocks done and the total number.
 
     Returns:
         The refined vector. Its `about.method` contains the settings and a report on each block.
@@ -304,7 +308,11 @@ def _as_list(bundles: Mergeable | Iterable[Mergeable]) -> list[Mergeable]:
 def _match_bundles(
     tau: TaskVector, own: list[Mergeable], reg: list[Mergeable], method: RefineMethod
 ) -> list[MatchedBundle]:
-    """Checks the bundles, and assigns those in `own` to index 0 and those in `reg` to index 1."""
+    """Checks the bundles, and assigns them to the two inputs of the method.
+
+    Bundles in `own` are assigned to index 0, the vector itself. Bundles in `reg` are assigned to index 1, the vector
+    with α = 0.
+    """
     require_tasks(tau, "the vector")
     for name, bundles in (("own", own), ("reg", reg)):
         if not bundles:

@@ -2,10 +2,10 @@
 
 Only one block of each vector is in memory at a time. Blocks whose matrices are factored in every vector are merged in
 the span of their factors, without forming a dense matrix. The matrix of such a block is W_t = U_t V_t, with U_t
-(rows, r_t) and V_t (r_t, columns). With orthonormal bases Q_U (rows, k) of all U_t and Q_V (k, columns) of all V_t,
-every W_t is Q_U S_t Q_V with a core S_t. For matrices of the form W = Q_U S Q_V, the objective in `merging/solve.py`
-equals that of a block of size (k, k) with B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. Its minimum is the best merge within
-this span; the minimum over all matrices would in general have full rank.
+(rows, r_t) and V_t (r_t, columns). With orthonormal bases Q_U (rows, k) of all U_t and Q_V (k', columns) of all V_t,
+every W_t is Q_U S_t Q_V with a core S_t (k, k'). If W is restricted to the form Q_U S Q_V, the objective in
+`merging/solve.py` has the same form in the cores, with the Kronecker factors B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. Its
+minimum is the best merge within this span; the minimum over all matrices would in general have full rank.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from kfacpack.vectors.parameter_change import Factors
 
     StructureMap = Callable[[BlockStructure], BlockStructure | None]
-    """Maps the structure of a block's G to the one that a method uses, or to None if the method does not use it."""
+    """Maps the structure of a block's G to the structure that a method uses, or to None if the method cannot use it."""
 
 
 @dataclass(frozen=True)
 class FactoredBlock:
-    """The matrices of one block in the common bases of their factors."""
+    """The matrices W_t = Q_U S_t Q_V of all vectors for one block, with bases that all vectors share."""
 
     join: Join
     shapes: ParameterShapes
@@ -58,7 +58,7 @@ class FactoredBlock:
     def of(
         cls, inputs: Sequence[MethodInput], join: Join, present: ParameterShapes, shapes: ParameterShapes
     ) -> FactoredBlock | None:
-        """Joins the factors of all parameters of a block.
+        """Joins the factors of a block's parameters, and expresses the matrices of all vectors in common bases.
 
         Args:
             inputs: The vectors.
@@ -67,8 +67,8 @@ class FactoredBlock:
             shapes: Shapes of all parameters of the block.
 
         Returns:
-            The block, or None if a parameter is dense in one of the vectors, or if all factors together are no
-            smaller than the matrix. The bases are empty (k = 0) if no vector changes the block.
+            The block, or None if a parameter is dense in one of the vectors, or if the factors of all vectors together
+            take at least as much space as the matrix. The bases are empty (k = 0) if no vector changes the block.
         """
         joined: list[Factors] = []
         for vector in inputs:
@@ -91,15 +91,15 @@ class FactoredBlock:
     def solve(
         self, name: str, terms: Sequence[tuple[float, BlockStructure, Tensor]], settings: SolveSettings
     ) -> Solution:
-        """Finds the difference from the prior's core that minimises the objective within the span.
+        """Finds the core S that minimises the objective, as its difference from the prior's core S_0.
 
         Args:
             name: Name of the block.
-            terms: Weight, Kronecker structure and S_t − S_0 of each summand.
+            terms: Weight w_t, Kronecker structure of G_t, and S_t − S_0, for each summand of the objective.
             settings: Settings of the solver.
 
         Returns:
-            The change to the core, (k, k'), and the report.
+            S − S_0, (k, k'), and a report on the block.
         """
         if not self.left.shape[1]:  # no vector changes the block, so the change is zero
             return Solution(self.cores[0], SolvedBlock(name=name, curvature=True))
@@ -115,7 +115,7 @@ class FactoredBlock:
         return solve_block(name, reduced, settings, mean=mean)
 
     def split(self, core: Tensor) -> Iterator[tuple[str, Factors]]:
-        """Yields the name of each parameter and the factors of its part of Q_U S Q_V, reshaped to (shape[0], -1).
+        """Splits Q_U S Q_V into the parameters of the block, and yields the name and the factors U, V of each.
 
         Args:
             core: The core S, (k, k').
@@ -129,7 +129,7 @@ class FactoredBlock:
 
 
 def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterShapes) -> Factors:
-    """Returns the factors of a (rows, columns) matrix that contains a parameter at its position and zeros elsewhere."""
+    """Returns the factors of a block's (rows, columns) matrix in which all entries except one parameter's are zero."""
     U, V = pair
     if piece.rows is not None:
         U = U[piece.rows[0] : piece.rows[1]]
@@ -145,7 +145,7 @@ def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterSha
 
 
 def _extract_factors(pair: Factors, piece: Piece, shapes: ParameterShapes) -> Factors:
-    """Inverse of `_place_factors`: returns the factors of a parameter, with zero rows outside of the piece."""
+    """Inverse of `_place_factors`: returns a parameter's factors. Rows that the piece does not cover are zero."""
     shape = shapes[piece.parameter]
     height, width = piece.matrix_shape(shape)
     top, left = piece.at
@@ -179,21 +179,21 @@ class BlockTask:
     name: str
     join: Join
     curvatures: Sequence[tuple[float, BlockStructure, int]]
-    """Weight, G and index of the vector, for each summand of the objective; empty if there is no curvature."""
+    """For each summand of the objective: the weight, G, and the index of the vector. Empty if there is no curvature."""
 
 
 def block_tasks(
     bundles: Sequence[MatchedBundle], parameters: ParameterShapes, structure_of: StructureMap
 ) -> tuple[Iterator[BlockTask], int]:
-    """Lists the blocks of all bundles that cover a parameter of the vectors.
+    """Lists the blocks in the bundles that contain at least one parameter of the vectors.
 
     Args:
         bundles: The bundles.
-        parameters: The parameters of the vectors.
-        structure_of: Function that maps each structure to the one that the method uses.
+        parameters: Shapes of the vectors' parameters by name.
+        structure_of: Function that maps the structure of a block's G to the structure that the method uses.
 
     Returns:
-        An iterator over the blocks, and their number.
+        An iterator over the blocks, and the number of blocks.
     """
     names = merge_ordered([list(bundle.input.blocks) for bundle in bundles])
     first = {name: block for bundle in reversed(bundles) for name, block in bundle.input.blocks.items()}
@@ -246,7 +246,7 @@ class BlockMerger:
         Args:
             blocks: The blocks.
             count: Number of blocks.
-            on_progress: Called with the number of blocks done and their total.
+            on_progress: Called with the number of blocks done and the total number.
 
         Returns:
             The merged parameters and a report on each block.
@@ -312,12 +312,15 @@ class BlockMerger:
         ]
 
     def _matrix(self, vector: MethodInput, join: Join) -> Tensor:
-        """Returns α W of a block in float64."""
+        """Returns a vector's matrix W for a block, multiplied by the vector's α, in float64."""
         names = dict.fromkeys(piece.parameter for piece in join.pieces if piece.parameter in self._shapes)
         return gather({name: vector.read(name) for name in names}, join, self._all_shapes)
 
     def _mask(self, join: Join) -> Tensor | None:
-        """Returns a mask of the entries of a block that belong to the vectors' parameters, or None if all do."""
+        """Returns a mask of the entries of a block that belong to the vectors' parameters.
+
+        Returns None if all entries do.
+        """
         present = {piece.parameter for piece in join.pieces if piece.parameter in self._shapes}
         if all(piece.parameter in present for piece in join.pieces):
             return None
@@ -332,7 +335,7 @@ class BlockMerger:
         return total / len(matrices) if self._prior == "mean" else total
 
     def _store(self, matrix: Tensor, join: Join) -> None:
-        """Stores the parameters of a merged block."""
+        """Splits the merged matrix of a block into parameters and stores them."""
         values = scatter(matrix, join, self._all_shapes)
         for piece in join.pieces:
             name = piece.parameter

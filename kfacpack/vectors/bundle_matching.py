@@ -30,7 +30,7 @@ class MatchedBundle:
     vectors: tuple[int, ...]
     """Indices of the vectors. There are several only if several vectors contain all tasks of the bundle."""
     weight: float
-    """Factor by which the objective multiplies the bundle's G."""
+    """Weight of the bundle's curvature G in the objective of the merge method."""
 
 
 def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
@@ -40,7 +40,7 @@ def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
         bundles: Curvatures, or paths of bundles.
 
     Returns:
-        The bundles.
+        The opened bundles, in the same order.
 
     Raises:
         KfacpackError: If `bundles` is not a list of curvatures or paths, or if the bundles are incompatible.
@@ -56,7 +56,7 @@ def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
 
 
 def require_tasks(vector: TaskVector, name: str) -> None:
-    """Checks that a vector records its task. Otherwise, no bundle can be assigned to the vector.
+    """Checks that a vector records its task, without which no bundle can be assigned to the vector.
 
     Args:
         vector: The vector.
@@ -85,8 +85,8 @@ def match_bundles(
         One entry per bundle, in the order of the bundles.
 
     Raises:
-        KfacpackError: If no bundle covers a task of a vector, if no vector contains all tasks of a bundle, or if a
-            bundle does not record its task or the size of its dataset.
+        KfacpackError: If no bundle covers a task of a vector, if no vector contains all tasks of a bundle, if a bundle
+            does not record its task, or if the weights require the size of a dataset that a bundle does not record.
         TaskVectorError: If the base model or f of a bundle differs from that of the vectors.
     """
     for item in inputs:
@@ -101,14 +101,14 @@ def match_bundles(
         }
         if missing := [task for task in vector.tasks if task not in covered]:
             names = abbreviate(map(repr, missing))
-            remedy = f"Pass one, or estimate one: kfacpack estimate --task {missing[0]} -o {missing[0]}.kfac"
-            raise KfacpackError(f"got no bundle for {names}, which vector {index + 1} contains. {remedy}")
+            remedy = f"Pass a bundle, or estimate one: kfacpack estimate --task {missing[0]} -o {missing[0]}.kfac"
+            raise KfacpackError(f"vector {index + 1} contains tasks for which no bundle was passed: {names}. {remedy}")
     weights = task_weights(inputs, equal_weights=equal_weights)
     return [MatchedBundle(item, indices, weight) for item, indices, weight in zip(inputs, owners, weights, strict=True)]
 
 
 def task_weights(inputs: Sequence[MergeInput], *, equal_weights: bool) -> list[float]:
-    """Returns the factor by which the objective multiplies each bundle's G.
+    """Returns the weight of each bundle's curvature G in the objective of a merge method.
 
     Args:
         inputs: The bundles.
@@ -116,7 +116,7 @@ def task_weights(inputs: Sequence[MergeInput], *, equal_weights: bool) -> list[f
             datasets and scaled to a mean of one.
 
     Raises:
-        KfacpackError: If dataset sizes are needed but a bundle does not record the size of its dataset.
+        KfacpackError: If the weights depend on the sizes of the datasets, but a bundle does not record this size.
     """
     if equal_weights:
         return relative_weights(inputs, [item.tasks for item in inputs])
@@ -133,17 +133,19 @@ def check_same_model(vector: TaskVector, item: MergeInput) -> None:
     """Checks that a bundle was estimated for the base model and f of a vector.
 
     Raises:
-        TaskVectorError: If the bundle was estimated for another model or f.
+        TaskVectorError: If the bundle was estimated for another base model or another f.
     """
     about, other = vector.about, item.curvature.about
     if difference := function_difference(about.function, other.function):
-        raise TaskVectorError(f"{item.name}: was estimated for a different f than that of the vectors: {difference}")
+        raise TaskVectorError(
+            f"{item.name}: was estimated for a different function f than that of the vectors: {difference}"
+        )
     parameters = {parameter.name: parameter for parameter in other.base.parameters}
     common = [parameter for parameter in about.base.parameters if parameter.name in parameters]
     models = f"the bundle was estimated for {other.base.name}, the vectors were trained from {about.base.name}"
     if not common:
         first = about.base.parameters[0].name
-        raise TaskVectorError(f"{item.name}: covers none of the vectors' parameters, such as {first!r}; {models}")
+        raise TaskVectorError(f"{item.name}: covers none of the vectors' parameters (the first is {first!r}); {models}")
     for parameter in common:
         if parameters[parameter.name] != parameter:
             problem = f"has a different base model than the vectors: the parameter {parameter.name!r} differs"
@@ -155,7 +157,7 @@ def _owners(item: MergeInput, vectors: Sequence[TaskVector]) -> tuple[int, ...]:
     """Returns the indices of the vectors that contain all tasks of a bundle."""
     tasks = [parent.task for parent in item.parents]
     if None in tasks:
-        remedy = "Estimate it with source=kp.Source(task=NAME)"
+        remedy = "Estimate it again with source=kp.Source(task=NAME)"
         raise KfacpackError(f"{item.name}: does not record its task, so it cannot be assigned to a vector. {remedy}")
     owners = tuple(index for index, vector in enumerate(vectors) if set(tasks) <= set(vector.tasks))
     if owners:

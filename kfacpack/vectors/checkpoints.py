@@ -5,8 +5,9 @@ tensor by tensor; pickles are refused.
 
 Fine-tuning code often wraps a model, so that all names in a checkpoint have an additional prefix (`bert.encoder…` for
 `encoder…`, `module.…` after distributed training) or lack one (a vision tower alone). Therefore, one prefix may be
-removed from the checkpoint's names or added to them. With this prefix, more names must match parameters of the base
-model than with any other. If as many names match unchanged as after removing a prefix, they are left unchanged.
+removed from the checkpoint's names, or added to them: the one that makes most names match the base model. If two
+prefixes are equally good, the names are ambiguous and an error is raised. However, if the names match equally well
+unchanged and after removing a prefix, they are left unchanged.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class CheckpointTensors(ABC):
     """The tensors of a checkpoint, read one at a time."""
 
     name: str
-    """Location of the checkpoint in messages."""
+    """Location of the checkpoint, for error messages."""
     specs: Mapping[str, Spec]
-    """safetensors dtype and shape by tensor name."""
+    """Dtype (as in safetensors files) and shape of each tensor, by name."""
     containers: tuple[Container, ...] = ()
     """The open files; empty for a state dict in memory."""
 
@@ -91,7 +92,7 @@ class FileTensors(CheckpointTensors):
     """The tensors of one or more safetensors files.
 
     Args:
-        name: Location of the checkpoint in messages.
+        name: Location of the checkpoint, for error messages.
         files: The files. Each tensor may occur in only one of them.
     """
 
@@ -123,7 +124,7 @@ class WeightsFolder(ABC):
     """A local folder or a folder of a Hub repository with the files of a checkpoint."""
 
     name: str
-    """Location of the folder in messages."""
+    """Location of the folder, for error messages."""
 
     @abstractmethod
     def find(self, file: str) -> FileLocation | None:
@@ -135,7 +136,7 @@ class WeightsFolder(ABC):
 
     @abstractmethod
     def other_weights(self) -> list[str]:
-        """Returns the names of the weights files that are known to exist, including pickles."""
+        """Returns the names of weights files in the folder, including pickles; not necessarily all for a Hub folder."""
 
     def json(self, file: str) -> dict[str, Any] | None:
         """Reads a file that contains a JSON object.
@@ -152,10 +153,13 @@ class WeightsFolder(ABC):
         return content[0] if (content := self.json_with_digest(file)) else None
 
     def json_with_digest(self, file: str) -> tuple[dict[str, Any], str] | None:
-        """Reads a JSON object like `json`, and returns the object and the SHA-256 of the file.
+        """Reads a file that contains a JSON object, and computes the SHA-256 of the file.
 
         Args:
             file: Name of the file.
+
+        Returns:
+            The object and the SHA-256, or None if the file does not exist.
         """
         location = self.find(file)
         if location is None:
@@ -171,7 +175,7 @@ class WeightsFolder(ABC):
         return parse_json(location, text, file, nulls=True), sha256(text).hexdigest()
 
     def weights(self) -> FileTensors:
-        """Opens the weights: the shards of an index, or a single file.
+        """Opens the weights: all shards that an index file lists or, without an index file, a single file.
 
         Raises:
             BundleError: If there are no safetensors weights, if there are several candidates, or if a shard is missing.
@@ -234,7 +238,7 @@ class LocalWeightsFolder(WeightsFolder):
         return path if (path := self._path / file).exists() else None
 
     def other_weights(self) -> list[str]:
-        """Returns the names of weights files."""
+        """Returns the names of all weights files in the folder, including pickles."""
         return sorted(file.name for file in self._path.iterdir() if file.suffix in (".safetensors", *PICKLES))
 
 
@@ -254,7 +258,7 @@ class HubWeightsFolder(WeightsFolder):
         self._folder = f"{folder.strip('/')}/" if folder.strip("/") else ""
 
     def find(self, file: str) -> FileLocation | None:
-        """Downloads a file if it exists, and returns its reference."""
+        """Downloads a file and returns its reference, or None if the file does not exist."""
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
         reference = Reference(self._repository, f"{self._folder}{file}", self._revision)
@@ -270,15 +274,15 @@ class HubWeightsFolder(WeightsFolder):
         return reference
 
     def other_weights(self) -> list[str]:
-        """Returns the usual names of pickle files that exist in the repository."""
+        """Returns the names of pickle files in the folder. Only the two most common names are checked."""
         return [file for file in ("pytorch_model.bin", "adapter_model.bin") if self.find(file)]
 
 
 def open_folder(source: str | os.PathLike[str]) -> WeightsFolder | None:
-    """Opens the folder to which a source refers; returns None if the source is a weights file.
+    """Opens the folder to which a source refers, or returns None if the source is a single weights file.
 
     Args:
-        source: A path or an `hf://` address.
+        source: A path or an `hf://` address. The weights file of an adapter stands for the folder that contains it.
     """
     if is_reference(source):
         text = os.fspath(source)
@@ -332,7 +336,7 @@ class Prefix(NamedTuple):
     is_added: bool
 
     def apply(self, name: str) -> str | None:
-        """Returns the name in the base model, or None if the name lacks the prefix."""
+        """Converts a checkpoint's name to the base model's, or returns None if the prefix to be removed is missing."""
         if self.is_added:
             return self.text + name
         return name.removeprefix(self.text) if name.startswith(self.text) else None
@@ -347,7 +351,7 @@ class NameMatch:
 
     prefix: Prefix
     tensors: Mapping[str, str]
-    """Names in the checkpoint by state-dict name of the base model."""
+    """Names in the checkpoint, by the matching state-dict name in the base model."""
     unexpected: tuple[str, ...]
     """Names in the checkpoint that do not exist in the base model, other than heads and constants."""
     heads: tuple[str, ...]
@@ -378,7 +382,7 @@ def match_names(
     """Finds the name in the base model for every tensor in a checkpoint.
 
     Args:
-        source: Location of the checkpoint in error messages.
+        source: Location of the checkpoint, for error messages.
         names: Names in the checkpoint.
         base: State-dict names of the base model.
         fits: Function that returns whether a tensor in the checkpoint has the shape of a tensor in the base model.
@@ -409,7 +413,7 @@ def match_names(
 
 
 def _current_name(name: str, base: Collection[str]) -> str:
-    """Returns the current name of a norm's weight or bias, which early versions of BERT called gamma and beta."""
+    """Converts the names gamma and beta, which early versions of BERT use in norms, to weight and bias."""
     for old, new in _OLD_NORMS:
         if name.endswith(old) and not any(other.endswith(old) for other in base):
             return name.removesuffix(old) + new
@@ -446,7 +450,7 @@ def _best_prefix(
 
 
 def _splits(name: str) -> Iterable[tuple[str, str]]:
-    """Yields the name divided at each dot, beginning with an empty prefix."""
+    """Yields each way to divide a name after a dot into a prefix and the rest, beginning with an empty prefix."""
     yield "", name
     for dot in re.finditer(r"\.", name):
         yield name[: dot.end()], name[dot.end() :]

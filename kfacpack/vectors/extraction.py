@@ -2,7 +2,7 @@
 
 A vector extracted from a checkpoint is its exact difference from the base model: applying the vector reproduces the
 checkpoint's weights bit for bit. A vector extracted from a PEFT LoRA adapter consists of the adapter's factors. Both
-cover the parameters that are trained by default and all others that differ.
+cover all parameters that are trained by default and all others that differ from the base model.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ if TYPE_CHECKING:
 FineTuned = str | os.PathLike[str] | Mapping[str, Tensor] | nn.Module
 """A fine-tuned model: a safetensors file, a folder, an `hf://` address, a state dict or a module."""
 OnNote = Callable[[str], None]
-"""Callback that receives each note for the user, which is one sentence."""
+"""Callback that is called with every note for the user. Each note is one sentence."""
 _FAR = 0.5
 
 
 @dataclass
 class _Changes:
-    """The changes collected so far, by parameter name in the base model."""
+    """The changes found so far, by the names of the parameters in the base model."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Factors] = field(default_factory=dict)
     remainders: dict[str, Remainder] = field(default_factory=dict)
     rounded: list[str] = field(default_factory=list)
-    """Parameters whose dtype in the base model cannot represent the checkpoint's values."""
+    """Parameters for which the checkpoint has values that the dtype of the base model cannot represent."""
     square: float = 0.0
     """Squared norm of all changes."""
     base_square: float = 0.0
@@ -74,7 +74,7 @@ class _Changes:
 
 
 class BaseWeights:
-    """The parameters and buffers of a base model by state-dict name. A tied parameter is listed under its first name.
+    """The parameters and buffers of a base model by state-dict name, and the names of tied parameters.
 
     Args:
         model: The base model.
@@ -87,14 +87,14 @@ class BaseWeights:
         }
         first: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
-        """First name of each parameter, by each of its names."""
+        """Maps every name of a parameter to its first name. Tied parameters have several names."""
         for name, parameter in model.module.named_parameters(remove_duplicate=False):
             self.aliases[name] = first.setdefault(id(parameter), name)
         self.default = tuple(select_parameters(model.module, None, model.frozen))
 
     @property
     def name(self) -> str:
-        """Name of the model in messages."""
+        """Family and name of the model, for messages."""
         return f"{self.model.family} {self.model.name}"
 
     def read(self, name: str) -> Tensor:
@@ -167,7 +167,8 @@ def _checkpoint_name(finetuned: str | os.PathLike[str], *, is_folder: bool) -> s
 
     Args:
         finetuned: The path or address that the user passed.
-        is_folder: Whether the checkpoint is a folder, even if the path is that of the weights file in it.
+        is_folder: Whether the checkpoint is a folder. If the path is that of a weights file in this folder, the name of
+            the folder is returned.
     """
     if is_reference(finetuned) and (address := parse_address(os.fspath(finetuned))):
         kind, path = "datasets/" if address.kind == "dataset" else "", (address.path or "").strip("/")
@@ -178,7 +179,7 @@ def _checkpoint_name(finetuned: str | os.PathLike[str], *, is_folder: bool) -> s
 
 
 def _recorded_name(name: str) -> str:
-    """Returns a name, or "unnamed" if it is not valid in a manifest: unusual file names must not prevent extraction."""
+    """Returns a name, or "unnamed" if a manifest cannot contain it, so that extraction does not fail."""
     try:
         return TypeAdapter[str](Name).validate_python(name)
     except ValidationError:
@@ -246,7 +247,7 @@ def _within_trained_tower(match: NameMatch, weights: BaseWeights, on_note: OnNot
 
 
 def _check_names(source: CheckpointTensors, match: NameMatch, weights: BaseWeights, on_note: OnNote) -> frozenset[str]:
-    """Reports differences in names, shapes and dtypes, and returns the heads that are left out."""
+    """Checks names, shapes and dtypes, notes differences that are allowed, and returns the heads to leave out."""
     state, where = weights.state, source.name
     if match.prefix.text:
         change = "added to" if match.prefix.is_added else "removed from"
@@ -290,8 +291,9 @@ _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF
 def _may_be_missing(name: str, match: NameMatch, weights: BaseWeights) -> bool:
     """Returns whether a checkpoint may lack a parameter of the base model.
 
-    If the checkpoint is a vision tower, parameters outside of it may be missing. Otherwise, a part of the model may be
-    missing entirely if it is frozen in training.
+    If all tensors of the checkpoint belong to a vision tower, parameters outside of this tower may be missing.
+    Otherwise, a parameter may be missing only if it is frozen in training and the checkpoint has no tensor of the
+    top-level submodule to which it belongs.
     """
     for tower in TOWERS:
         if all(present.startswith(tower) for present in match.tensors):
@@ -316,7 +318,7 @@ def _check_buffer(source: str, name: str, base: Tensor, tuned: Tensor) -> None:
 
 
 def _add_difference(changes: _Changes, source: str, name: str, base: Tensor, tuned: Tensor) -> None:
-    """Adds the exact change to a parameter if the parameter differs from the base model."""
+    """Records the exact change to a parameter if the parameter differs from the base model."""
     changes.base_square += float(base.float().norm()) ** 2
     if same_bits(base, tuned):
         return
@@ -339,7 +341,7 @@ def _add_difference(changes: _Changes, source: str, name: str, base: Tensor, tun
 
 
 def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on_progress: OnProgress) -> _Changes:
-    """Converts the layers of an adapter to factors, and adds the parameters that the adapter replaces."""
+    """Converts the layers of an adapter to changes, and adds the changes to parameters that the adapter replaces."""
     source = adapter.tensors.name
     layers, replaced = _match_adapter(adapter, weights, on_note)
     changes = _Changes()
@@ -378,7 +380,7 @@ def _match_adapter(
     for target, name in match.tensors.items() if by_weight else ():
         parameter = weights.aliases[target]
         if parameter in layers:
-            problem = f"the adapter changes {parameter!r} under two names, which the base model ties"
+            problem = f"the adapter changes {parameter!r} under two names that the base model ties"
             raise TaskVectorError(f"{source}: {problem}")
         layers[parameter] = by_weight[name], modules[target.removesuffix(".weight")]
     replaced, unexpected, heads = (
@@ -409,7 +411,7 @@ def _match_adapter(
 
 
 def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], on_note: OnNote) -> None:
-    """Reports unusual properties of the changes."""
+    """Notes changes to frozen parameters, parameters that were rounded, and unusually large changes."""
     if frozen := [name for name in changed if name not in weights.default]:
         problem = f"{len(frozen)} parameters that are frozen in training differ from the base model"
         on_note(f"{problem} and are included in the vector: {_first(frozen)}")

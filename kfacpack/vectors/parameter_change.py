@@ -79,14 +79,14 @@ def dense_change(factors: Factors, shape: Sequence[int]) -> Tensor:
 
 
 def add_factors(terms: Sequence[tuple[float, Factors]], shape: Sequence[int]) -> Factors:
-    """Sums factored changes by concatenation, with the coefficients folded into U.
+    """Computes a weighted sum of factored changes by concatenating their factors.
 
     Args:
-        terms: Pairs of a coefficient and the factors that it multiplies.
+        terms: Pairs of a coefficient and the factors of a change.
         shape: Shape of the parameter.
 
     Returns:
-        The factors of the sum. The columns of terms with coefficient 0 are kept.
+        The factors of the sum. Each U is multiplied by its coefficient; terms with coefficient 0 are not left out.
     """
     if not terms:
         return no_change(shape)
@@ -94,7 +94,7 @@ def add_factors(terms: Sequence[tuple[float, Factors]], shape: Sequence[int]) ->
 
 
 def concatenated(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Returns the factors of the sum of factored matrices.
+    """Concatenates the factors of several matrices, which gives the factors of the sum of these matrices.
 
     Args:
         pairs: At least one pair of U and V. The result is on the device of the first pair.
@@ -106,7 +106,7 @@ def concatenated(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 
 
 def sparse_is_smaller(entries: int, size: int) -> bool:
-    """Returns whether a bitmap and values take less space than the dense tensor: size / 8 + 4 entries < 4 size.
+    """Returns whether a bitmap and the stored values take fewer bytes than the dense tensor.
 
     Args:
         entries: Number of stored elements.
@@ -129,7 +129,7 @@ def separate_sparse(
         sparse changes; and factors of rank 0 for parameters that do not change at all.
 
     Raises:
-        TaskVectorError: If a mask does not match its change, or an element outside the mask is not zero.
+        TaskVectorError: If a mask does not match its change, or if a change is not zero outside of its mask.
     """
     dense, sparse, unchanged = dict(tensors), dict[str, SparseChange](), dict[str, Factors]()
     for name, mask in masks.items():
@@ -227,7 +227,7 @@ def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None)
         remainder: The remainder of the change, if any; the entries that it contains are added in float64.
 
     Returns:
-        A new tensor.
+        θ0 + τ, as a new tensor in the dtype of θ0.
     """
     wide = torch.promote_types(base.dtype, torch.float32)
     change = change.to(base.device, wide)
@@ -242,17 +242,17 @@ def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None)
 
 @torch.no_grad()
 def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | None]:
-    """Returns τ and its remainder such that `add_change` returns `tuned` bit for bit.
+    """Returns τ and its remainder such that `add_change` returns θ bit for bit.
 
     Args:
         base: The parameter θ0, in float32 or a narrower floating-point type.
-        tuned: The parameter θ of the same shape, in a dtype whose values the dtype of θ0 can represent.
+        tuned: The parameter θ, of the same shape. Values that the dtype of θ0 cannot represent are rounded to it first.
 
     Returns:
-        τ = θ − θ0 in float32, and the remainder, which is None if every entry is exact without one.
+        τ = θ − θ0 in float32, and the remainder, which is None if θ0 + τ gives exactly θ without one.
 
     Raises:
-        TaskVectorError: If an entry is not exact even with a remainder, for example because of an overflow.
+        TaskVectorError: If even a remainder does not give exactly θ, for example because of an overflow.
     """
     target = tuned.to(base.dtype)
     change = (target.float() - base.float()).contiguous()
@@ -272,12 +272,12 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
     value[(exact == 0) & exact.signbit()] += _NEGATIVE_ZERO
     remainder = index, value
     if not torch.equal(_bits(add_change(base, change, remainder)), _bits(target)):
-        raise TaskVectorError("the difference of the weights cannot be represented: it overflows or is not finite")
+        raise TaskVectorError("the difference between the weights cannot be represented: it overflows or is not finite")
     return change, remainder
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Returns whether two tensors have the same dtype, shape and bits; −0 differs from 0."""
+    """Returns whether two tensors have the same dtype, shape and bits. The bits of −0 and 0 differ."""
     same_kind = first.dtype == second.dtype and first.shape == second.shape
     return same_kind and torch.equal(_bits(first), _bits(second))
 

@@ -61,16 +61,16 @@ class ParameterChanges(Protocol):
         """Returns a parameter's change in float32."""
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a parameter's factors, or None if its change is not stored as factors."""
+        """Returns the rank of a parameter's factors, or None if the change is not stored as factors."""
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the factors U and V of a parameter's change, or None if it is not stored as factors."""
+        """Returns the factors U and V of a parameter's change, or None if the change is not stored as factors."""
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's dense change, or None if it has no remainder."""
+        """Returns the remainder of a parameter's change (corrections in float64), or None if it needs none."""
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the stored elements of a parameter's change, or None if it is not sparse."""
+        """Returns the indices and values of the stored elements of a change, or None if the change is not sparse."""
 
 
 class VectorStorage(ABC):
@@ -87,7 +87,7 @@ class VectorStorage(ABC):
         """
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a parameter's factors, or None if its change is not stored as factors.
+        """Returns the rank of a parameter's factors, or None if the change is not stored as factors.
 
         Subclasses override this method if the rank is known without reading the factors.
 
@@ -112,7 +112,7 @@ class VectorStorage(ABC):
         return None
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's dense change: flat indices and the float64 values to add there.
+        """Returns the remainder of a parameter's dense change: flat indices and the float64 corrections to add there.
 
         Args:
             name: Name of the parameter.
@@ -136,16 +136,16 @@ class VectorStorage(ABC):
     @property
     @abstractmethod
     def heads(self) -> Mapping[str, Head]:
-        """Heads by task name."""
+        """Classification heads by task name."""
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of the covered parameters."""
+        """Names of the parameters that the vector covers."""
         return frozenset(parameter.name for parameter in self.about.base.parameters)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the entire content of the vector's file, or of the file that saving the vector would write."""
+        """SHA-256 that identifies the content of the vector's file, or of the file that would be written."""
         return vector_digest(self.about, self, self.heads)
 
 
@@ -155,7 +155,7 @@ class InMemoryVector(VectorStorage):
     Args:
         tensors: Dense changes by parameter name.
         about: The provenance.
-        heads: Heads by task name.
+        heads: Classification heads by task name.
         factors: Factors of low-rank changes by parameter name.
         remainders: Remainders of dense changes by parameter name.
         sparse: Sparse changes by parameter name.
@@ -184,20 +184,20 @@ class InMemoryVector(VectorStorage):
         return self._tensors[name].detach().float()
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the factors of a parameter's change, or None if it is not stored as factors."""
+        """Returns the factors U and V of a parameter's change, or None if the change is not stored as factors."""
         return self._factors.get(name)
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's change, or None if it has no remainder."""
+        """Returns the remainder of a parameter's change (corrections in float64), or None if it needs none."""
         return self._remainders.get(name)
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the stored elements of a parameter's change, or None if it is not sparse."""
+        """Returns the indices and values of the stored elements of a change, or None if the change is not sparse."""
         return self._sparse.get(name)
 
     @property
     def heads(self) -> Mapping[str, Head]:
-        """Heads by task name."""
+        """Classification heads by task name."""
         return self._heads
 
 
@@ -218,7 +218,7 @@ class FileVector(VectorStorage):
         }
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter's change in float32. The first access checks the SHA-256 of its tensors."""
+        """Returns a parameter's change in float32. When a tensor is first accessed, its SHA-256 is checked."""
         if (factors := self.factors(name)) is not None:
             return dense_change(factors, self._parameters[name][1])
         if (sparse := self.sparse(name)) is not None:
@@ -226,11 +226,11 @@ class FileVector(VectorStorage):
         return self.file.tensor(name)
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a parameter's factors, or None if its change is not stored as factors."""
+        """Returns the rank of a parameter's factors, or None if the change is not stored as factors."""
         return self._storage[name].rank if name in self._storage else None
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the factors of a parameter's change, or None if it is not stored as factors."""
+        """Returns the factors U and V of a parameter's change, or None if the change is not stored as factors."""
         if (rank := self.rank(name)) is None:
             return None
         number, shape = self._parameters[name]
@@ -239,7 +239,7 @@ class FileVector(VectorStorage):
         return self.file.tensor(factor_name(number, "U")), self.file.tensor(factor_name(number, "V"))
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's change, or None if it has no remainder."""
+        """Returns the remainder of a parameter's change (corrections in float64), or None if it needs none."""
         if name not in self._storage or self._storage[name].remainder is None:
             return None
         number = self._parameters[name][0]
@@ -247,7 +247,7 @@ class FileVector(VectorStorage):
         return index.long(), self.file.tensor(remainder_name(number, "value"))
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the stored elements of a parameter's change, or None if it is not sparse."""
+        """Returns the indices and values of the stored elements of a change, or None if the change is not sparse."""
         if name not in self._storage or self._storage[name].entries is None:
             return None
         number = self._parameters[name][0]
@@ -261,7 +261,7 @@ class FileVector(VectorStorage):
 
     @cached_property
     def heads(self) -> Mapping[str, Head]:
-        """Heads by task name."""
+        """Classification heads by task name."""
         return {
             task.name: Head(
                 self.file.tensor(head_name(number, "weight")),
@@ -275,7 +275,7 @@ class FileVector(VectorStorage):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the entire content of the file."""
+        """SHA-256 that identifies the entire content of the file."""
         return self.file.digest
 
 
@@ -309,7 +309,7 @@ class VectorFile(SealedFile):
             raise BundleError(self.path, problem, f"tensor {unexpected[0]!r}")
 
     def tensor(self, name: str) -> Tensor:
-        """Maps a tensor into memory. The first access checks its SHA-256 and values.
+        """Maps a tensor into memory. When it is first accessed, its SHA-256 and its values are checked.
 
         Args:
             name: Name of the tensor in the file.
@@ -328,8 +328,8 @@ class VectorFile(SealedFile):
             name: Name of a tensor. For tensors other than indices and bitmaps, the result is None.
 
         Returns:
-            The problem, or None if the indices are in ascending order and within the parameter, or if the bitmap has
-            one set bit for each value.
+            The problem, or None if there is none. Indices must be in ascending order and within the parameter; a bitmap
+            must have one set bit for each stored value.
         """
         if name in self._bitmaps:
             entries, size = self._bitmaps[name]
@@ -365,8 +365,8 @@ def write_vector(
         path: The file to write.
         about: The provenance.
         changes: The changes to the parameters.
-        heads: Heads by task name.
-        on_progress: Called with the number of tensors written and their total.
+        heads: Classification heads by task name.
+        on_progress: Called with the number of tensors written and the total number.
 
     Raises:
         BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.
@@ -379,15 +379,16 @@ def write_vector(
             if tensor.is_floating_point() and not bool(torch.stack(tensor.aminmax()).isfinite().all()):
                 raise BundleError(path, "contains NaN or Inf", f"tensor {name!r}", "Nothing was written")
             put(name, raw_bytes(tensor))
+    on_progress(len(specs), len(specs))
 
 
 def vector_digest(about: AboutVector, changes: ParameterChanges, heads: Mapping[str, Head]) -> str:
-    """Returns the digest of the file to which a task vector would be written.
+    """Returns the digest that the file of a task vector would have, without writing the file.
 
     Args:
         about: The provenance.
         changes: The changes to the parameters.
-        heads: Heads by task name.
+        heads: Classification heads by task name.
     """
     manifest = _manifest(about, changes)
     digests = {name: sha256(raw_bytes(tensor)).hexdigest() for name, tensor in _file_tensors(manifest, changes, heads)}
@@ -466,7 +467,7 @@ def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> C
     specs = container.tensors
     shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
     if missing := [name for name in shapes if name not in specs]:
-        problem = f"has no tensor {missing[0]!r}; {len(missing)} of the {len(shapes)} covered parameters are missing"
+        problem = f"has no tensor {missing[0]!r}; {len(missing)} of {len(shapes)} expected parameters are missing"
         raise BundleError(path, problem, None, "Expected a task vector with the model's parameter names")
     for name, shape in shapes.items():
         dtype = TORCH_TYPES.get(specs[name].dtype)

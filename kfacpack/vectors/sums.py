@@ -70,7 +70,7 @@ class SummedChanges:
         return torch.zeros(shape) if total is None else total.float()
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a parameter's factors, or None if its change is not stored as factors."""
+        """Returns the rank of a parameter's factors, or None if the change is not stored as factors."""
         shape, terms = self.shapes[name], self._terms_of(name)
         if len(terms) == 1:
             return terms[0][1].rank(name)
@@ -82,7 +82,10 @@ class SummedChanges:
         return total if factors_are_smaller(total, shape) else None
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the concatenated factors of a parameter, or None if a term is dense or the factors are too large."""
+        """Returns the concatenated factors of a parameter's change in all terms.
+
+        Returns None if a term is not stored as factors, or if the factors would take more space than the dense tensor.
+        """
         if self.rank(name) is None:
             return None
         terms = []
@@ -93,13 +96,16 @@ class SummedChanges:
         return add_factors(terms, self.shapes[name])
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's change, or None for a sum or a multiple, which has no remainder."""
+        """Returns the remainder of a parameter's change (corrections in float64), or None for a sum or a multiple."""
         self.shapes[name]  # raises KeyError for an unknown parameter
         terms = self._terms_of(name)
         return terms[0][1].remainder(name) if len(terms) == 1 and terms[0][0] == 1 else None
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the stored elements of a change, or None if a term is dense or the sparse form is not smaller."""
+        """Returns the stored elements of a parameter's change.
+
+        Returns None if a term is not sparse, or if the sparse form would take more space than the dense tensor.
+        """
         shape, terms = self.shapes[name], []
         for coefficient, storage in self._terms_of(name):
             if storage.rank(name) == 0:
@@ -178,7 +184,7 @@ def joint_base(bases: Iterable[Base]) -> Base:
 
 
 def _insert_missing(parameters: Mapping[str, Parameter], others: Iterable[Parameter]) -> dict[str, Parameter]:
-    """Inserts the parameters missing from the first list, each after its predecessor in the second list."""
+    """Adds parameters that only the second list contains, each directly after its predecessor in the second list."""
     order = list(parameters.values())
     position = 0
     for other in others:
@@ -193,7 +199,7 @@ def _insert_missing(parameters: Mapping[str, Parameter], others: Iterable[Parame
 def require_finite(coefficient: float) -> float:
     """Returns a coefficient after checking that it is within the range of float32.
 
-    A product of coefficients may exceed this range.
+    The check is needed because products of coefficients may exceed this range.
 
     Raises:
         TaskVectorError: If the coefficient is too large or NaN.
@@ -207,8 +213,8 @@ def require_finite(coefficient: float) -> float:
 def about_sum(terms: WeightedVectors) -> AboutVector:
     """Returns the provenance of a sum. A single vector with coefficient 1 keeps its own provenance.
 
-    A multiple of a merged vector keeps the entry for its merge method: merge methods are homogeneous, so the multiple
-    is the result of merging the multiplied inputs.
+    A multiple of a merged vector keeps the entry for its merge method, because merging the multiplied inputs would give
+    the same vector.
     """
     first = terms[0][1].about
     if len(terms) == 1 and terms[0][0] == 1:
@@ -227,7 +233,7 @@ def about_sum(terms: WeightedVectors) -> AboutVector:
 
 
 def heads_of(terms: WeightedVectors) -> dict[str, Head]:
-    """Returns the heads for all tasks in a sum, by task name."""
+    """Returns the classification heads for all tasks in a sum of vectors, by task name."""
     heads: dict[str, Head] = {}
     for _, vector in terms:
         for task, head in vector.heads.items():

@@ -44,20 +44,20 @@ Edited = TypeVar("Edited", nn.Module, dict[str, Tensor])
 class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     """A task vector: a mapping from state-dict names to parameter changes in float32.
 
-    Sums and multiples are lazy: `tv[name]` reads one tensor of each addend and sums them. The returned tensors must
-    not be modified in place. A change may be stored as the factors of a low-rank matrix; see `factors`.
+    Sums and multiples are lazy: `tv[name]` reads the tensor of this name from each addend and sums these tensors. The
+    returned tensors must not be modified. A change may be stored as the factors of a low-rank matrix; see `factors`.
 
     Args:
-        tensors: Changes to the parameters in `about.base` that are not in `factors`, by name. They are not copied.
-        about: The provenance. Its entries for heads are filled in from `heads`.
+        tensors: The change to each parameter in `about.base` that is not in `factors`, by name. They are not copied.
+        about: The provenance: base model, f, regime and tasks. Its entries for heads are filled in from `heads`.
         heads: Classification heads by task name, for the tasks that have one.
         factors: Factors U (m, r) and V (r, n) of low-rank changes in float32, by name. The change is U V, reshaped to
             the shape of the parameter, whose first dimension is m.
-        masks: Boolean tensors by name, for parameters in `tensors` that change only where the mask is true. The other
-            elements are not stored if this saves space.
+        masks: Boolean tensors by parameter name, for parameters in `tensors` that change only where the mask is true.
+            Elements outside of the mask are not stored if this saves space.
 
     Raises:
-        TaskVectorError: If tensors or heads do not match `about`.
+        TaskVectorError: If tensors, factors or heads do not match `about`, or if a mask does not match its tensor.
 
     Example:
         >>> cars, dtd = kp.TaskVector.load("cars.safetensors"), kp.TaskVector.load("dtd.safetensors")
@@ -119,8 +119,8 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         """Returns the task vector of a model that was fine-tuned elsewhere.
 
         A vector extracted from a checkpoint is exact: `apply` returns the checkpoint's weights bit for bit. A vector
-        extracted from a LoRA adapter consists of the adapter's factors. In both cases, the vector covers the parameters
-        that `kp.train` trains by default and all others that differ, and its regime is "full".
+        extracted from a LoRA adapter consists of the adapter's factors. Both have the regime "full". They cover all
+        parameters that `kp.train` trains by default, and all others that differ from the base model.
 
         Args:
             base: The base model from `kp.load_model`, or its name.
@@ -128,15 +128,15 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
                 transformers, with shards and an index, or with `adapter_config.json`), `hf://owner/repo[@revision]`, a
                 state dict or a module.
             task: Name of the task, by which bundles and evaluations refer to it.
-            on_note: Called with a note on each difference that the user should know about: prefixes, heads that are
-                left out, missing parameters, dtypes, and frozen parameters that differ.
-            on_progress: Called with the number of parameters compared and their total.
+            on_note: Called with a sentence on each difference that the user should know about, such as a prefix in the
+                names, a head that is left out, a missing parameter, another dtype, or a change to a frozen parameter.
+            on_progress: Called with the number of parameters compared and the total number.
 
         Returns:
             The task vector, in memory.
 
         Raises:
-            TaskVectorError: If names, shapes or buffers do not match the base model, or if nothing differs.
+            TaskVectorError: If names, shapes or buffers do not match the base model, or if no parameter differs.
             BundleError: If a file cannot be read, is not in safetensors format, or is an adapter other than LoRA.
 
         Example:
@@ -153,7 +153,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         """Returns a task vector that reads its tensors from a storage.
 
         Args:
-            storage: The storage.
+            storage: The object that reads the tensors, for example from a file.
         """
         return cls._from_terms([(1.0, storage)])
 
@@ -162,7 +162,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
         Args:
             path: The file to write.
-            on_progress: Called with the number of tensors written and their total.
+            on_progress: Called with the number of tensors written and the total number.
 
         Raises:
             BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.
@@ -171,7 +171,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @classmethod
     def _from_terms(cls, terms: Iterable[tuple[float, VectorStorage]]) -> TaskVector:
-        """Returns a weighted sum. If a storage occurs several times, its coefficients are added."""
+        """Returns the sum of coefficient · storage over all terms. The coefficients of a repeated storage are added."""
         vector = cls.__new__(cls)
         totals: dict[int, tuple[float, VectorStorage]] = {}
         for coefficient, storage in terms:
@@ -187,7 +187,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @cached_property
     def heads(self) -> dict[str, Head]:
-        """Heads by task name."""
+        """Classification heads by task name."""
         return heads_of(self._terms)
 
     @property
@@ -202,17 +202,17 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @property
     def regime(self) -> RegimeName:
-        """The training regime."""
+        """The regime in which the vector was trained: "full", "linear", "attention" or "sparse"."""
         return self._terms[0][1].about.regime
 
     @property
     def is_linear(self) -> bool:
-        """Whether the vector was trained in the linearised model and is used there instead of being added to θ0."""
+        """Whether the vector was trained in the linearised model, where `kp.linearize(model)(x, tv)` uses it."""
         return self.regime == "linear"
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the entire content of the vector's file, or of the file that saving the vector would write."""
+        """SHA-256 that identifies the content of the vector's file, or of the file that `save` would write."""
         if len(self._terms) == 1 and self._terms[0][0] == 1:
             return self._terms[0][1].digest
         return vector_digest(self.about, self._changes, self.heads)
@@ -221,20 +221,20 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return self._changes.read(name)
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a parameter's factors, without reading them if they are in a file.
+        """Returns the rank of a parameter's factors. If the factors are in a file, they are not read.
 
         Args:
             name: Name of the parameter.
 
         Returns:
-            The rank, or None if `factors` returns None.
+            The rank, or None if the change is not stored as factors.
         """
         return self._changes.rank(name)
 
     def factors(self, name: str) -> Factors | None:
         """Returns a parameter's change as a product of two matrices if it is stored in this form.
 
-        The factors of a sum are the concatenated factors of its terms, as long as they are smaller than the dense
+        The factors of a sum are the concatenated factors of its terms, as long as these take less space than the dense
         tensor.
 
         Args:
@@ -263,14 +263,14 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     def sparse(self, name: str) -> SparseChange | None:
         """Returns the stored elements of a parameter's change if it is stored as a sparse tensor.
 
-        A sum of sparse changes is sparse as long as this form is smaller than the dense tensor.
+        A sum of sparse changes is also stored as a sparse tensor, unless the dense tensor would take less space.
 
         Args:
             name: Name of the parameter.
 
         Returns:
-            Flat indices in ascending order and float32 values, or None if the change is not sparse. All other elements
-            are zero.
+            Flat indices in ascending order and float32 values, or None if the change is not sparse. Elements without
+            an index are zero.
         """
         return self._changes.sparse(name)
 
@@ -300,10 +300,10 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return SummedChanges(self._terms, joint_base(storage.about.base for _, storage in self._terms))
 
     def covering(self, base: Base) -> TaskVector:
-        """Returns the same vector extended to all parameters of `base`; the additional changes are zero.
+        """Returns the same vector extended to all parameters in `base`; the changes to the additional ones are zero.
 
         Args:
-            base: The base model of a sum in which this vector is a term.
+            base: The base model of a sum that contains this vector. It lists the parameters of all terms of the sum.
         """
         vector = TaskVector._from_terms(self._terms)
         vector._multiple = self._multiple
@@ -355,7 +355,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     def as_multiple(self) -> tuple[float, TaskVector]:
         """Returns (α, τ) such that this vector is α τ. For a vector that was not multiplied, α is 1.0.
 
-        Results that are linear in τ can be computed for every α from τ alone, with identical rounding.
+        If a result is linear in τ, compute it for τ and multiply it by α: the rounding is then the same for every α.
         """
         return self._multiple or (1.0, self)
 
@@ -367,12 +367,12 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
             function: The model's f, which is also checked if it is passed.
 
         Raises:
-            TaskVectorError: If f or a parameter differs; the message names the first such parameter.
+            TaskVectorError: If f or a parameter differs. The message names the first parameter that differs.
         """
         weights = weights_of_model(model)
         about, base = self._terms[0][1].about, self._changes.base
         if function and (change := function_difference(about.function, function)):
-            problem = f"this vector was trained for a different function f than the model's: {change}"
+            problem = f"this vector was trained for a different function f than that of the model: {change}"
             raise TaskVectorError(f"{problem}. Load the model as it was loaded for training, with the same image size")
         for parameter in base.parameters:
             if change := difference(parameter, weights):
@@ -390,7 +390,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
         Args:
             model: The base model or its state dict, with its original weights.
-            in_place: Whether to modify the model itself instead of a copy.
+            in_place: Whether to modify the passed model instead of a copy of it.
 
         Returns:
             The edited model or state dict.
@@ -446,7 +446,7 @@ def _copied(state: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns a key that is equal for tensors that are the same view of the same memory."""
+    """Returns a key that is equal for two tensors if they are the same view of the same memory."""
     if not isinstance(tensor, Tensor):
         return (id(tensor),)
     return tensor.device, tensor.dtype, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

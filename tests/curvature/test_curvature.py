@@ -229,11 +229,11 @@ def test_an_asymmetric_matrix_of_a_file_is_neither_packed_nor_used(tmp_path):
         (lambda blocks: [*blocks, blocks[0]], ("block 'one.weight'", "two blocks")),
         (
             lambda blocks: [replace(blocks[0], structure=blocks[1].structure), *blocks[1:]],
-            ("block 'one.weight' of 5×7", "B of side 5 and A of side 7", "3 and 7"),
+            ("block 'one.weight' of 5×7", "B of side length 5 and A of side length 7", "3 and 7"),
         ),
         (
             lambda blocks: [*blocks[:-1], replace(blocks[-1], structure=kp.Whole(Dense.of(random_psd(3, 0))))],
-            ("block 'token' of 4×1", "side 4", "3"),
+            ("block 'token' of 4×1", "side length 4", "3"),
         ),
     ],
 )

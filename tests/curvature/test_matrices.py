@@ -127,6 +127,16 @@ def test_an_asymmetric_matrix_is_refused():
     assert Dense.of(random_psd(5, 0)).violation() is None
 
 
+@pytest.mark.parametrize("places", [[(1, 3)], [(3, 1)], [(1, 3), (3, 1)], [(2, 2)]])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_matrix_that_is_not_finite_is_refused(places, value):
+    full = random_psd(5, 0)
+    for place in places:
+        full[place] = value
+    with refused(kp.MatrixError, "NaN or Inf"):
+        Dense.of(full)
+
+
 def test_asymmetry_within_rounding_uses_the_lower_triangle():
     full = random_psd(5, 0)
     lopsided = full.clone()

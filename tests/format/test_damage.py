@@ -129,7 +129,7 @@ def test_sparse_coordinates_out_of_bounds_never_reach_a_kernel(tmp_path):
         matrix_entry(manifest)["tensors"][1]["sha256"] = sha256(data[start:stop]).hexdigest()
 
     forged = forge(tmp_path / "good.kfac", tmp_path / "bad.kfac", edit)
-    with refused(kp.CorruptTensor, "lower triangle of side 5", where="tensor 'one.weight/B.rows'"):
+    with refused(kp.CorruptTensor, "lower triangle of side length 5", where="tensor 'one.weight/B.rows'"):
         kp.load(forged).quadratic({"one.weight": torch.ones(5, 6)})
     failures = [failure for check in kp.verify(forged).checks for failure in check.failures]
     assert failures[0].subject == "tensor 'one.weight/B.rows'"

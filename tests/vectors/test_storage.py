@@ -56,6 +56,14 @@ def product(vector: kp.TaskVector, name: str) -> torch.Tensor:
     return (left.double() @ right.double()).reshape(vector[name].shape).float()
 
 
+def test_saving_reports_every_tensor_and_the_end(tmp_path):
+    calls = []
+    factored().save(tmp_path / "t.safetensors", on_progress=lambda done, total: calls.append((done, total)))
+    total = calls[0][1]
+    assert total > 1
+    assert calls == [(done, total) for done in range(total + 1)]
+
+
 def test_factors_stand_for_their_product(tmp_path):
     tau = factored()
     assert [tau.rank(name) for name in tau] == [2, 0, 2, None, None, None]

@@ -1,7 +1,7 @@
 """The tensors of a matrix (its components), and the packing of symmetric matrices as lower triangles.
 
-A triangle is stored row by row: m[0,0], m[1,0], m[1,1], m[2,0], … Shapes: a full matrix is (..., n, n), its triangle
-(..., n(n+1)/2); leading dimensions are batch dimensions.
+A triangle is stored row by row: m[0,0], m[1,0], m[1,1], m[2,0], … Shapes: a full matrix is (..., n, n) and its triangle
+is (..., n(n+1)/2). Leading dimensions are batch dimensions.
 
 Components are stored in memory or in a bundle, or computed on demand. `specs` contains the dtype and shape of each
 tensor and is available without reading any values. Accessing a tensor by name may read or compute it.
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 _TILE = 512
-"""Side of the tiles in which large matrices are traversed."""
+"""Side length of the square tiles in which large matrices are processed."""
 _SMALL_SIDE = 64
-"""Largest side of a matrix that is unpacked with a single gather on a CPU. On a GPU, a gather unpacks any matrix."""
+"""Largest side length of a matrix that is unpacked with a single gather on a CPU. On a GPU, every matrix is."""
 
 
 def pack(full: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def pack(full: Tensor) -> Tensor:
 
 
 def pack_rows(part: Tensor, row: int, left: int, packed: Tensor) -> None:
-    """Copies a part of a full matrix to its position in the packed triangle.
+    """Copies a part of a full matrix to its position in the packed triangle. Values above the diagonal are skipped.
 
     Args:
         part: Rows of the full matrix, (k, w).
@@ -61,7 +61,10 @@ def pack_rows(part: Tensor, row: int, left: int, packed: Tensor) -> None:
 
 
 def pack_in_parts(full: Tensor, limit: int) -> Iterator[Tensor]:
-    """Yields the values of `pack(full)` in parts. A part has whole rows: at most `limit` values, or a single row."""
+    """Yields the values of `pack(full)` in chunks.
+
+    A chunk consists of whole rows of the triangle. It has at most `limit` values, unless a single row has more.
+    """
     full = full.cpu()
     side, start = full.shape[-1], 0
     source = _numpy_view(full)
@@ -83,15 +86,15 @@ def _copy_rows(source: Any, target: Any, rows: range) -> None:
 
 
 def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
-    """Unpacks a triangle to a symmetric matrix.
+    """Unpacks a lower triangle to a full symmetric matrix.
 
     Args:
         packed: Triangle, (..., n(n+1)/2).
         side: Number n of rows and of columns.
-        scale: Factors by which the rows of the triangle are multiplied, (..., n), if any.
+        scale: Factors by which the rows of the triangle are multiplied, (..., n). Defaults to no multiplication.
 
     Returns:
-        The full matrix, (..., n, n), in the dtype of `scale` if it is given, and otherwise in that of `packed`.
+        The full matrix, (..., n, n), in the dtype of `scale` if `scale` is passed, and otherwise in that of `packed`.
     """
     if packed.device.type != "cpu" or not _has_storage(packed) or side <= _SMALL_SIDE:
         # One gather is faster than n small copies, each of which would launch a kernel.
@@ -131,21 +134,21 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _numpy_view(tensor: Tensor) -> Any:
-    """Returns a numpy view of a tensor; numpy copies rows about four times as fast as torch.
+    """Returns a numpy view of a tensor, because numpy copies rows about four times as fast as torch.
 
-    bfloat16 values are viewed as int16.
+    Values in bfloat16 are viewed as int16.
     """
     return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else tensor.dtype).numpy()
 
 
 def row_indices(side: int) -> Tensor:
-    """Returns the row index of every value in a triangle: 0, 1, 1, 2, 2, 2 and so on."""
+    """Returns the row index of every value in a packed triangle: 0, 1, 1, 2, 2, 2 and so on."""
     rows = torch.arange(side)
     return rows.repeat_interleave(rows + 1)
 
 
 def asymmetry(full: Tensor) -> float:
-    """Returns the largest |m - mᵀ| of an (n, n) tensor; NaN if it contains NaN."""
+    """Returns the largest difference |m[i,j] - m[j,i]| in an (n, n) tensor, or NaN if the tensor contains NaN."""
     differences = [
         (full[rows, columns] - full[columns, rows].mT).abs().amax()
         for rows in _tiles(full.shape[-1])
@@ -196,7 +199,8 @@ class MatrixTensors(ABC):
             problem: Description of the problem.
 
         Raises:
-            MatrixError: Always; for components in a bundle, a `CorruptTensor` that names the file and the tensor.
+            MatrixError: Always, unless the component is in a bundle.
+            CorruptTensor: If the component is in a bundle. The error names the file and the tensor.
         """
         raise MatrixError(f"{name!r} {problem}")
 
@@ -205,7 +209,7 @@ class MatrixTensors(ABC):
         return self[name].reshape(-1)[start:stop]
 
     def parts(self, name: str) -> Iterator[Tensor]:
-        """Yields the values of a component in row-major order, in parts."""
+        """Yields the values of a component in row-major order, in chunks."""
         yield from self[name].reshape(-1).split(CHUNK_VALUES)
 
 
@@ -231,7 +235,7 @@ class SpecTensors(MatrixTensors):
 
 
 class LazyTensors(MatrixTensors):
-    """The component `data`, computed on first use and then cached."""
+    """A single component, `data`, which is computed on first use and then cached."""
 
     def __init__(self, spec: Spec, compute: Callable[[], Tensor]):
         self.specs = {"data": spec}
@@ -265,7 +269,10 @@ def map_tensor(file: Container | SealedFile, name: str) -> Tensor:
 
 
 class BundleTensors(MatrixTensors):
-    """Components in an open bundle, mapped from its file. Every access is checked; see `Bundle.bytes_of`."""
+    """Components in an open bundle, mapped into memory from its file.
+
+    The SHA-256 and the values of a tensor are checked when it is first used; see `Bundle.bytes_of`.
+    """
 
     def __init__(self, bundle: Bundle, names: Mapping[str, str]):
         self._bundle = bundle
@@ -284,12 +291,12 @@ class BundleTensors(MatrixTensors):
         return torch.frombuffer(data, dtype=TORCH_TYPES[dtype])
 
     def raise_error(self, name: str, problem: str) -> None:
-        """Raises `CorruptTensor` with the file and the name of the tensor."""
+        """Raises a `CorruptTensor` error that names the file and the tensor."""
         raise CorruptTensor(self._bundle.path, problem, f"tensor {self._names[name]!r}")
 
 
 class LazyPackedTensors(MatrixTensors):
-    """The triangle of a full matrix, packed on every access and not cached."""
+    """The lower triangle of a full matrix, which is packed on every access and not cached."""
 
     def __init__(self, full: MatrixTensors):
         dtype, (side, _) = full.specs["data"]
@@ -300,7 +307,7 @@ class LazyPackedTensors(MatrixTensors):
         return torch.cat(list(self.parts(name)))
 
     def parts(self, name: str) -> Iterator[Tensor]:
-        """Yields the triangle in parts of whole rows."""
+        """Yields the values of the triangle in chunks of whole rows."""
         return pack_in_parts(self._full[name], CHUNK_VALUES)
 
 
@@ -317,7 +324,7 @@ def spec_of(tensor: Tensor) -> Spec:
 
 
 def nbytes_of(spec: Spec) -> int:
-    """Returns the size in bytes of a tensor of this dtype and shape."""
+    """Returns the size in bytes of a tensor with the given dtype and shape."""
     dtype, shape = spec
     return prod(shape) * ITEM_BYTES[dtype]
 

@@ -1,4 +1,4 @@
-"""Matrices that are stored exactly: `Packed` stores the lower triangle, `Dense` all n² values.
+"""Matrices without structure: `Packed` stores the lower triangle, and `Dense` stores all n² values.
 
 `Packed` is the default form in files and takes half the bytes, without loss. `Dense` is used for matrices that are
 being computed or multiplied.
@@ -7,7 +7,7 @@ being computed or multiplied.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import isnan
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -24,14 +24,17 @@ from kfacpack.curvature.matrices.matrix import Matrix, Operator, require_square
 from kfacpack.errors import MatrixError
 
 _ALIGNED_ELEMENTS = 2**16
-"""Maximum number of elements in a product whose rows are not aligned."""
+"""Products with more elements than this are computed with aligned rows."""
 
 
 class DenseOperator(Operator):
     """An operator that multiplies by a full (n, n) tensor."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns M x. On a CPU, the rows of a large result are aligned unless gradients are enabled."""
+        """Returns the product M x. On a CPU, the rows of a large product are aligned in memory.
+
+        They are not aligned if gradients are enabled.
+        """
         (full,) = self.tensors
         width = aligned(x.shape[-1])
         if width == x.shape[-1] or x.numel() <= _ALIGNED_ELEMENTS or x.device.type != "cpu" or torch.is_grad_enabled():
@@ -48,7 +51,7 @@ class DenseOperator(Operator):
 
 
 class AlignedOperator(DenseOperator):
-    """An operator that multiplies by a full (n, n) tensor, padded with zeros so that its rows are aligned.
+    """An operator that multiplies by a full (n, n) tensor, whose rows are padded so that they are aligned in memory.
 
     A product with unaligned rows of 769 elements takes about 1.5 times as long as one with aligned rows of 768.
     """
@@ -69,9 +72,10 @@ def aligned(side: int) -> int:
 
 
 class OperatorCache:
-    """A cache of the operators for the matrices of the current block. Consecutive blocks often share a factor A.
+    """A cache of operators on the CPU, for blocks that are processed one after the other.
 
-    The rows of full matrices in float32 are aligned.
+    It saves time because consecutive blocks often share a factor A. The operators of full matrices in float32 are
+    replaced by `AlignedOperator`.
     """
 
     def __init__(self) -> None:
@@ -95,7 +99,7 @@ class OperatorCache:
 
 
 def full_matrix(operator: Operator, side: int) -> Tensor:
-    """Returns the matrix of an operator, (n, n).
+    """Returns the matrix by which an operator multiplies, as an (n, n) tensor.
 
     Args:
         operator: Operator of an (n, n) matrix.
@@ -109,7 +113,7 @@ def full_matrix(operator: Operator, side: int) -> Tensor:
 
 
 def common_blocks(operators: Sequence[Operator], side: int) -> list[tuple[Tensor, ...]]:
-    """Returns the diagonal blocks of each operator, or the full matrices if the block shapes of two operators differ.
+    """Returns the diagonal blocks of each operator if the shapes are the same for all, and otherwise the full matrices.
 
     Args:
         operators: Operators on vectors of the same length.
@@ -122,7 +126,7 @@ def common_blocks(operators: Sequence[Operator], side: int) -> list[tuple[Tensor
 
 
 class Packed(Matrix):
-    """A symmetric matrix stored as its lower triangle, row by row: `data` (n(n+1)/2,).
+    """A symmetric matrix whose component `data`, (n(n+1)/2,), contains its lower triangle, row by row.
 
     Example:
         >>> import torch
@@ -135,10 +139,10 @@ class Packed(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, *, psd: bool = True) -> Packed:
-        """Packs an (n, n) tensor.
+        """Builds a packed matrix from the lower triangle of an (n, n) tensor.
 
         Args:
-            matrix: Square floating-point tensor; only its lower triangle is read.
+            matrix: Square floating-point tensor. Values above the diagonal are not read.
             psd: Whether the matrix is declared to be positive semi-definite.
 
         Returns:
@@ -153,11 +157,11 @@ class Packed(Matrix):
         return DenseOperator(self._full(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor."""
+        """Returns the matrix as an (n, n) tensor."""
         return self._full(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields M itself."""
+        """Yields the whole matrix M."""
         yield self.dense(torch.float64)
 
     def row_index(self) -> Tensor:
@@ -170,7 +174,7 @@ class Packed(Matrix):
 
 
 class Dense(Matrix):
-    """A symmetric matrix stored with all its values: `data` (n, n).
+    """A symmetric matrix whose component `data`, (n, n), contains all values.
 
     Example:
         >>> import torch
@@ -187,7 +191,8 @@ class Dense(Matrix):
     ) -> Dense:
         """Wraps a symmetric (n, n) tensor, which must not be modified afterwards.
 
-        The tensor is not copied, unless m[i,j] and m[j,i] differ by rounding; then the lower triangle is used for both.
+        The tensor is not copied, unless m[i,j] and m[j,i] differ by a rounding error. In this case, the values of the
+        lower triangle are used for both triangles.
 
         Args:
             matrix: Symmetric floating-point tensor.
@@ -202,7 +207,7 @@ class Dense(Matrix):
             MatrixError: If `matrix` is not square, not symmetric, or contains NaN or Inf.
         """
         side = require_square(matrix)
-        if isnan(difference := asymmetry(matrix)):
+        if not isfinite(difference := asymmetry(matrix)):
             raise MatrixError("the matrix contains NaN or Inf")
         if difference:
             # Some kernels sum m[i,j] and m[j,i] in different orders: allow a few rounding errors in the largest value.
@@ -219,11 +224,11 @@ class Dense(Matrix):
         return DenseOperator(self.float_values(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor, without a copy if the values have this dtype."""
+        """Returns the matrix as an (n, n) tensor. The values are not copied if they are stored in `dtype`."""
         return self.float_values(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields M itself."""
+        """Yields the whole matrix M."""
         yield self.float_values(torch.float64)
 
     def violation(self) -> tuple[str, str] | None:
@@ -233,6 +238,6 @@ class Dense(Matrix):
         return None
 
     def for_storage(self) -> Matrix:
-        """Returns the matrix in packed form. The values are packed when they are read."""
+        """Returns the matrix in packed form. Its values are packed only when they are read."""
         triangle = LazyPackedTensors(self.components)
         return Packed(self.side, triangle, psd=self.psd, examples=self.examples, positions=self.positions)

@@ -1,7 +1,8 @@
 """Symmetric matrices: multiplication, size, and storage as named tensors (components).
 
-Shapes: a matrix is (n, n) with n = `side`; `matmul` maps (n, k) to (n, k). The values are in the component `data`. If
-`data` is int8, the component `scale` has one factor per stored row, and a value is data · scale.
+Shapes: a matrix M is (n, n) with n = `side`, and `matmul` multiplies it by a tensor of shape (n, k). The values of M
+are stored in the component `data`. If `data` is int8, the component `scale` contains one factor for each stored row, by
+which the values in this row are multiplied.
 """
 
 from __future__ import annotations
@@ -27,19 +28,26 @@ if TYPE_CHECKING:
 
 
 _SUBSPACE_FRACTIONS = (1 / 32, 1 / 8, 1 / 3)
-"""Possible dimensions of the subspace in subspace iteration, as fractions of the side."""
+"""Possible dimensions of the subspace in subspace iteration, as fractions of the side length of the matrix."""
 _ACCURATE_FRACTION = 0.8
-"""Fraction of a subspace whose eigenvectors are accurate; the other dimensions speed up convergence."""
+"""Fraction of the eigenvectors in the subspace that are accurate; the other dimensions speed up convergence."""
 _FULL_BELOW = 256
-"""Matrices with a smaller side are decomposed in full."""
+"""Matrices with a smaller side length are decomposed in full."""
 _TOLERANCE, _MAX_ITERATIONS = 1e-5, 100
 """Iteration stops after a step that reduces the squared error by at most this fraction, or after this many steps."""
 _UNKNOWN_COUNT = 10_000
-"""Assumed number of terms in the sum for a matrix that does not record this number."""
+"""Assumed number of examples over which a matrix was averaged if the matrix does not record this number."""
 
 
 def width_for(side: int, rank: int) -> int:
-    """Returns the subspace dimension for `rank` eigenpairs. Only a few values occur, so that results can be cached."""
+    """Returns the dimension of the subspace in which `leading_eigenpairs` computes `rank` accurate eigenpairs.
+
+    Only a few dimensions are used, so that the eigenpairs for one rank can be reused for other ranks.
+
+    Args:
+        side: Number of rows and of columns of the matrix.
+        rank: Number of eigenpairs that must be accurate.
+    """
     widths = (int(fraction * side) for fraction in _SUBSPACE_FRACTIONS) if side >= _FULL_BELOW else ()
     return next((width for width in widths if rank <= _ACCURATE_FRACTION * width), side)
 
@@ -81,9 +89,10 @@ def _subspace_iteration(matrix: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 class Operator(ABC):
-    """The map x -> M x, (n, k) -> (n, k), with tensors that have been read, unpacked and converted.
+    """A function that multiplies a tensor x of shape (n, k) by a fixed matrix M of shape (n, n).
 
-    Several operators of the same form can be stacked. The map is then (m, n, k) -> (m, n, k), with one matrix per x.
+    The tensors of M have already been read and converted. Several operators of the same form can be stacked. A stack
+    of m operators maps (m, n, k) to (m, n, k), and multiplies each of the m slices by a different matrix.
     """
 
     is_diagonal: ClassVar[bool] = False
@@ -94,12 +103,12 @@ class Operator(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns M x."""
+        """Returns the product M x of the operator's matrix M and a tensor x."""
 
     def blocks(self, side: int) -> tuple[Tensor, ...]:
-        """Returns the diagonal blocks of M in order, as tensors of shape (k, s, s). Outside the blocks, M is zero.
+        """Returns the diagonal blocks of M in order. Outside these blocks, M is zero.
 
-        M depends linearly on the blocks. By default, the only block is the whole matrix.
+        Each tensor, (k, s, s), contains k consecutive blocks of s rows. By default, the only block is the whole matrix.
 
         Args:
             side: Number n of rows and of columns of M.
@@ -117,19 +126,19 @@ class Operator(ABC):
 
     @classmethod
     def stack(cls, operators: Sequence[Self]) -> Self:
-        """Stacks the operators of m matrices of equal shape. The tensors of a single operator are not copied."""
+        """Stacks operators of the same form and size into one. The tensors of a single operator are not copied."""
         columns = zip(*(operator.tensors for operator in operators), strict=True)
         first, *others = operators
         return first.with_tensors(torch.stack(tensors) if others else tensors[0][None] for tensors in columns)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
-        """Returns the same operator with other tensors of the same dtypes."""
+        """Returns a copy of the operator with other tensors, of the same dtypes."""
         other = copy.copy(self)
         other.tensors = tuple(tensors)
         return other
 
     def unpacked(self, dtype: torch.dtype) -> Operator:
-        """Returns an operator for repeated products that stays valid when the stored tensors are overwritten.
+        """Returns an operator for repeated products, which does not change when the stored tensors are overwritten.
 
         Args:
             dtype: Dtype of the tensors to multiply.
@@ -146,9 +155,9 @@ class StoredOperator(Operator):
     """An operator that keeps a matrix in its stored form and unpacks it for each product.
 
     Args:
-        matrix: The matrix, whose values are validated.
+        matrix: The matrix. Its values are validated when the operator is created.
         dtype: Floating-point tensors with wider elements are converted to this dtype.
-        device: Device to which the tensors are copied; None leaves them where they are.
+        device: Device to which the tensors are copied. Defaults to their current device.
     """
 
     def __init__(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | None = None):
@@ -158,11 +167,11 @@ class StoredOperator(Operator):
         super().__init__(*(tensor.to(device=device, dtype=_narrower(tensor.dtype, dtype)) for tensor in stored))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns M x."""
+        """Unpacks the matrix M and returns the product M x."""
         return self._unpack(x.dtype)(x)
 
     def unpacked(self, dtype: torch.dtype) -> Operator:
-        """Returns an operator that does not share memory with the stored tensors."""
+        """Returns an operator with unpacked tensors that do not share memory with the stored tensors."""
         stored, operator = {memory_address(tensor) for tensor in self.tensors}, self._unpack(dtype)
         return operator.with_tensors(
             tensor.clone() if memory_address(tensor) in stored else tensor for tensor in operator.tensors
@@ -214,7 +223,7 @@ class Matrix(ABC):
         self._resident: Operator | None = None
 
     def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator:
-        """Returns an operator that multiplies by M. Reuse it for repeated products.
+        """Returns an operator that multiplies tensors by the matrix. Reuse it for repeated products.
 
         Args:
             dtype: Dtype of the tensors to multiply.
@@ -228,10 +237,12 @@ class Matrix(ABC):
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator: ...
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Returns an operator for other components of the same form, without synchronising with their device.
+        """Returns an operator for another matrix, or several, of the same form.
+
+        The values are not validated, because validation would wait for the device of the components.
 
         Args:
-            tensors: Valid components of one matrix, or of several matrices with a leading dimension.
+            tensors: Valid components of the other matrix. The components of several matrices have a leading dimension.
             dtype: Dtype of the tensors to multiply.
         """
         matrix = self._with_components(InMemoryTensors(**tensors), self.psd)
@@ -239,7 +250,9 @@ class Matrix(ABC):
         return matrix._make_operator(dtype)
 
     def resident(self, dtype: torch.dtype, device: torch.device) -> Self:
-        """Returns the same matrix with an operator that is kept on a device. The components are shared.
+        """Returns a copy of the matrix that keeps an operator on a device for later products.
+
+        The copy shares the components of the original.
 
         Args:
             dtype: Dtype of the operator.
@@ -250,16 +263,16 @@ class Matrix(ABC):
         return matrix
 
     def matmul(self, x: Tensor) -> Tensor:
-        """Returns M x, (n, k), in the dtype and on the device of x.
+        """Returns the product M x, (n, k), in the dtype and on the device of x.
 
         Args:
-            x: A matrix, (n, k).
+            x: A tensor, (n, k).
         """
         return self.operator(x.dtype, x.device)(x)
 
     @abstractmethod
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor, which may share memory with the components and must not be modified.
+        """Returns the matrix as an (n, n) tensor. It may share memory with the components and must not be modified.
 
         Args:
             dtype: Dtype of the result.
@@ -271,7 +284,7 @@ class Matrix(ABC):
         return (self.side, self.side)
 
     def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M for export: (n, n), or (n,) for a diagonal matrix.
+        """Returns the matrix as the tensor that `kfacpack.export` writes: (n, n), or (n,) for a diagonal matrix.
 
         Args:
             dtype: Dtype of the result.
@@ -299,14 +312,17 @@ class Matrix(ABC):
         return ascending.flip(0)
 
     def row_index(self) -> Tensor:
-        """Returns the stored row of each value of `data`, as indices in a shape that broadcasts to that of `data`."""
+        """Returns the index of the stored row, and thus of the factor in `scale`, for each value of `data`.
+
+        The shape of the result broadcasts to that of `data`.
+        """
         raise TypeError(f"a {self.form!r} matrix has no int8 variant")
 
     def violation(self) -> tuple[str, str] | None:
-        """Checks the requirements of the form that depend on values.
+        """Checks that the values meet the requirements of the form, for example that the matrix is symmetric.
 
         Returns:
-            The invalid component and a description of the problem, or None.
+            The name of the invalid component and a description of the problem, or None if the values are valid.
         """
         if "scale" in self.components.specs and bool((self.components["scale"] < 0).any()):
             return "scale", "contains negative factors"
@@ -329,7 +345,7 @@ class Matrix(ABC):
             self._validated = True
 
     def for_storage(self) -> Matrix:
-        """Returns the smallest lossless form of the matrix."""
+        """Returns the matrix in the form in which it is saved: a dense matrix is packed, others are unchanged."""
         return self
 
     @property
@@ -362,7 +378,7 @@ class Matrix(ABC):
             device: Device of the result. Defaults to that of the components.
 
         Returns:
-            `data` in int8 and `scale` in `dtype` for an int8 matrix, and `data` in `dtype` and None for others.
+            For an int8 matrix, `data` in int8 and `scale` in `dtype`. For other matrices, `data` in `dtype` and None.
         """
         self.require_valid()
         if "scale" not in self.components.specs:
@@ -391,7 +407,7 @@ class Matrix(ABC):
         return "scale" in LAYOUTS[self.form].shapes(self.side, self.components.specs["data"][1])
 
     def quantized(self) -> Self:
-        """Returns the matrix in int8, with each stored row scaled by its largest magnitude."""
+        """Returns the matrix with its values in int8. The factor of a row is its largest magnitude divided by 127."""
         data = self.float_values(torch.float64)
         index = self.row_index().to(data.device).expand_as(data)
         shape = LAYOUTS[self.form].shapes(self.side, tuple(data.shape))["scale"]
@@ -408,7 +424,7 @@ class Matrix(ABC):
         return self._with_components(components, self.psd and self.rounding_keeps_psd)
 
     def _index_components(self) -> dict[str, Tensor]:
-        """Returns the components other than the values, such as coordinates."""
+        """Returns the components other than `data` and `scale`, such as the coordinates of a sparse matrix."""
         return {name: self.components[name] for name in self.components.specs if name not in ("data", "scale")}
 
     def _with_components(self, components: MatrixTensors, psd: bool) -> Self:
@@ -429,10 +445,11 @@ def require_square(matrix: Tensor) -> int:
 def negative_eigenvalue_bound(matrix: Matrix) -> float | None:
     """Checks for eigenvalues that are more negative than rounding errors can explain.
 
-    Rounding an entry for storage changes it by at most eps/2 times its value (or the smallest normal number), and
-    summing k terms in float32 by about √k eps. No eigenvalue changes by more than the Frobenius norm of these errors.
-    Sums of squares stay positive in any dtype, so only the summation error is allowed on the diagonal. The test is a
-    Cholesky factorisation, which takes a tenth of the time of an eigenvalue decomposition.
+    Rounding an entry for storage changes it by at most eps/2 times its magnitude, or times the smallest normal number
+    if its magnitude is smaller. Computing the entry as a sum of k terms in float32 adds a relative error of about
+    √k eps. These errors change no eigenvalue by more than their Frobenius norm. The diagonal entries are sums of
+    squares, which rounding for storage cannot make negative, so only the error of the summation is allowed for them.
+    The matrix is tested by a Cholesky factorisation, which takes a tenth of the time of an eigenvalue decomposition.
 
     Args:
         matrix: The matrix to check.

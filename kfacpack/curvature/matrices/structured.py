@@ -3,13 +3,14 @@
 `Diagonal` keeps only the diagonal.
 
 `BlockDiagonal` keeps K diagonal blocks, which take 1/K of the bytes and of the arithmetic. Each block covers q or q + 1
-consecutive indices, where q = n div K; the first n mod K blocks are the longer ones. All blocks are stored as triangles
+consecutive indices, where q = ⌊n / K⌋. The first n mod K blocks are the longer ones. All blocks are stored as triangles
 of the same length, and shorter blocks are padded with a last row of zeros.
 
-`LowRank` is M = U diag(w) Uᵀ with U of shape (n, r), which stores about r/n as many values. It is positive
-semi-definite if no weight is negative.
+`LowRank` is M = U diag(w) Uᵀ with U of shape (n, r), which has about n · r instead of n² values. It is positive
+semi-definite if no weight in w is negative.
 
-`Sparse` keeps entries of the lower triangle and their coordinates, in row-major order. The upper triangle is implied.
+`Sparse` keeps some entries of the lower triangle and their coordinates, in row-major order. The entries of the upper
+triangle follow from the symmetry of the matrix.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from kfacpack.format.schema import widest_block
 
 
 class DiagonalOperator(Operator):
-    """An operator that multiplies each row of x by a factor."""
+    """An operator for a diagonal matrix, which multiplies each row of x by a factor."""
 
     is_diagonal = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns M x."""
+        """Returns the product M x, where M is the diagonal matrix."""
         (factors,) = self.tensors
         return factors[..., None] * x
 
     def blocks(self, side: int) -> tuple[Tensor, ...]:
-        """Returns the diagonal as n blocks, (n, 1, 1)."""
+        """Returns the diagonal as n blocks of one element each, (n, 1, 1)."""
         (factors,) = self.tensors
         return (factors[:, None, None],)
 
 
 class Diagonal(Matrix):
-    """A diagonal matrix: `data` (n,).
+    """A diagonal matrix. The component `data`, (n,), contains its diagonal.
 
     Example:
         >>> import torch
@@ -82,7 +83,7 @@ class Diagonal(Matrix):
         return DiagonalOperator(self.float_values(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor."""
+        """Returns the matrix as an (n, n) tensor."""
         return self.float_values(dtype).diag()
 
     @property
@@ -99,19 +100,19 @@ class Diagonal(Matrix):
         return self.float_values(torch.float64).sort(descending=True).values
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields the smallest and the largest value as a diagonal matrix, (2, 2)."""
+        """Yields one diagonal matrix, (2, 2), with the smallest and the largest value on the diagonal of M."""
         # The largest value is included so that the tolerance for the smallest is relative to it.
         yield torch.stack(self.float_values(torch.float64).aminmax()).diag()
 
 
 class BlockDiagonalOperator(Operator):
-    """An operator that multiplies by the longer blocks in one batched product, and by the shorter blocks in another.
+    """An operator for a block-diagonal matrix whose blocks have one size, or two sizes that differ by one row.
 
-    The shorter blocks are not padded.
+    All blocks of one size are multiplied in one batched product, without padding.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns M x."""
+        """Returns the product M x, where M is the block-diagonal matrix."""
         heights = [blocks.shape[-3] * blocks.shape[-2] for blocks in self.tensors]
         parts = [
             (blocks @ rows.reshape(*blocks.shape[:-1], -1)).reshape(rows.shape)
@@ -120,12 +121,14 @@ class BlockDiagonalOperator(Operator):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
     def blocks(self, side: int) -> tuple[Tensor, ...]:
-        """Returns the longer and the shorter blocks."""
+        """Returns one tensor with all longer blocks and, if there are any, one tensor with all shorter blocks."""
         return self.tensors
 
 
 class BlockDiagonal(Matrix):
-    """A block-diagonal matrix: `data` (K, s(s+1)/2) contains the lower triangles of K blocks of at most s × s.
+    """A block-diagonal matrix. Its component `data`, (K, s(s+1)/2), contains the lower triangles of K blocks.
+
+    A block has at most s rows.
 
     Example:
         >>> import torch
@@ -153,7 +156,7 @@ class BlockDiagonal(Matrix):
         """
         side = require_square(matrix)
         if not 1 <= count <= side:
-            raise MatrixError(f"expected 1 to {side} diagonal blocks of a matrix of side {side}, got {count}")
+            raise MatrixError(f"expected 1 to {side} diagonal blocks for a matrix of side length {side}, got {count}")
         width = widest_block(side, count)
         blocks = matrix.new_zeros((count, width, width))
         for block, (start, stop) in zip(blocks, spans(side, count), strict=True):
@@ -182,7 +185,7 @@ class BlockDiagonal(Matrix):
         return BlockDiagonalOperator(blocks[..., :longer, :, :], blocks[..., longer:, :-1, :-1].contiguous())
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor."""
+        """Returns the matrix as an (n, n) tensor."""
         sizes = (stop - start for start, stop in spans(self.side, self.count))
         parts = (block[:size, :size] for block, size in zip(self.blocks(dtype), sizes, strict=True))
         full: Tensor = torch.block_diag(*parts)
@@ -194,16 +197,16 @@ class BlockDiagonal(Matrix):
         return torch.cat(list(of_blocks)).sort(descending=True).values
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields the blocks."""
+        """Yields one tensor, (K, s, s), with all blocks."""
         yield self.blocks(torch.float64)
 
     def row_index(self) -> Tensor:
-        """Returns the stored row of every value, with the rows of all blocks numbered consecutively."""
+        """Returns the index of the stored row of every value. The rows of all blocks are numbered consecutively."""
         width = widest_block(self.side, self.count)
         return torch.arange(0, self.count * width, width)[:, None] + row_indices(width)
 
     def violation(self) -> tuple[str, str] | None:
-        """Checks that the padding of the shorter blocks is zero."""
+        """Checks that the padding of the shorter blocks is zero, and that no scale factor is negative."""
         longer = self.side % self.count
         padding = self.components["data"][longer:, -widest_block(self.side, self.count) :]
         if longer and bool(padding.any()):
@@ -212,28 +215,28 @@ class BlockDiagonal(Matrix):
 
 
 def spans(side: int, count: int) -> list[tuple[int, int]]:
-    """Returns the indices that each block covers, as (start, stop)."""
+    """Returns the range (start, stop) of rows that each block covers in a block-diagonal matrix with `side` rows."""
     size, longer = divmod(side, count)
     starts = [k * size + min(k, longer) for k in range(count + 1)]
     return list(pairwise(starts))
 
 
 class LowRankOperator(Operator):
-    """An operator that computes U (w (Uᵀ x)) without forming the (n, n) matrix."""
+    """An operator for a low-rank matrix M = U diag(w) Uᵀ, which never forms the (n, n) matrix M."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns M x."""
+        """Returns the product M x, computed as U (w · (Uᵀ x))."""
         u, w = self.tensors
         return u @ (w[..., None] * (u.mT @ x))
 
     def diagonal(self, side: int) -> Tensor:
-        """Returns the diagonal of M without forming M."""
+        """Returns the diagonal of M, (n,), without computing all of M."""
         u, w = self.tensors
         return u.square() @ w
 
 
 class LowRank(Matrix):
-    """A low-rank matrix M = U diag(w) Uᵀ: `data` is U (n, r), `weights` is w (r,).
+    """A low-rank matrix M = U diag(w) Uᵀ. Its component `data` is U, (n, r), and its component `weights` is w, (r,).
 
     Example:
         >>> import torch
@@ -247,7 +250,9 @@ class LowRank(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, rank: int, *, psd: bool = True) -> LowRank:
-        """Computes the best approximation of a given rank from the eigenvalues of largest magnitude.
+        """Computes the best low-rank approximation of a matrix.
+
+        It consists of the `rank` eigenvalues of largest magnitude and their eigenvectors.
 
         Args:
             matrix: Symmetric floating-point tensor, (n, n).
@@ -262,7 +267,7 @@ class LowRank(Matrix):
         """
         side = require_square(matrix)
         if not 0 <= rank <= side:
-            raise MatrixError(f"expected a rank from 0 to {side} for a matrix of side {side}, got {rank}")
+            raise MatrixError(f"expected a rank from 0 to {side} for a matrix of side length {side}, got {rank}")
         values, vectors = leading_eigenpairs(matrix.double(), width_for(side, rank))
         return cls.from_spectrum(values, vectors, rank, matrix.dtype, psd=psd)
 
@@ -290,7 +295,7 @@ class LowRank(Matrix):
         return LowRankOperator(*self._factors(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor."""
+        """Returns the matrix as an (n, n) tensor."""
         u, w = self._factors(dtype)
         return (u * w) @ u.T
 
@@ -300,19 +305,19 @@ class LowRank(Matrix):
         return torch.cat([inner, inner.new_zeros(self.side - len(inner))]).sort(descending=True).values
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields a small matrix with the nonzero eigenvalues of M, but only if a weight is negative."""
+        """Yields a small matrix with the nonzero eigenvalues of M, but only if a weight in w is negative."""
         _, w = self._factors(torch.float64)
         if bool((w < 0).any()):
             yield self._inner()
 
     def _inner(self) -> Tensor:
-        """Returns R diag(w) Rᵀ, where U = Q R. This matrix is at most r × r and has the nonzero eigenvalues of M."""
+        """Returns R diag(w) Rᵀ, where Q R is the QR decomposition of U. It has the nonzero eigenvalues of M."""
         u, w = self._factors(torch.float64)
         r: Tensor = torch.linalg.qr(u, mode="r").R
         return (r * w) @ r.T
 
     def row_index(self) -> Tensor:
-        """Returns the row index of every value in U."""
+        """Returns the row index of every value in U, as a column (n, 1)."""
         return torch.arange(self.side)[:, None]
 
     def _factors(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -324,20 +329,21 @@ class LowRank(Matrix):
 _SPARSE_COST = 16
 """Cost of multiplying by one sparse entry, relative to one dense entry.
 
-Filling in one entry of a dense matrix costs about as much. Measurements on 2 cores gave 8 to 14; with more cores, the
-ratio is larger, because dense products benefit more. Products with wide matrices are therefore computed densely if more
-than one entry in sixteen is stored. Products with a single vector are almost never computed densely.
+Writing one sparse entry to a dense matrix costs about as much. Measurements on 2 cores gave a ratio of 8 to 14. With
+more cores, the ratio is larger, because dense products benefit more from them. Products with wide matrices are
+therefore computed densely if more than one entry in sixteen is stored. Products with a single vector are almost never
+computed densely.
 """
 
 
 class SparseOperator(Operator):
-    """An operator that multiplies by a sparse matrix, given by the entries of both triangles in row-major order.
+    """An operator for a sparse matrix, given by the entries of both triangles in row-major order.
 
     The tensors of the operator are the coordinates, (2, entries), and the values, (entries,).
     """
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns M x."""
+        """Returns the product M x, where M is the sparse matrix."""
         coordinates, values = self.tensors
         shape = (len(x), len(x))
         matrix = torch.sparse_coo_tensor(coordinates, values, shape, check_invariants=False, is_coalesced=True)
@@ -346,14 +352,16 @@ class SparseOperator(Operator):
         return product
 
     def diagonal(self, side: int) -> Tensor:
-        """Returns the diagonal of M without forming M."""
+        """Returns the diagonal of M, (n,), without computing all of M."""
         (rows, columns), values = self.tensors
         on_diagonal = rows == columns
         return values.new_zeros(side).index_put_((rows[on_diagonal],), values[on_diagonal])
 
 
 class Sparse(Matrix):
-    """A symmetric matrix stored as entries of its lower triangle: `data`, `rows` and `columns`, each (entries,).
+    """A symmetric matrix of which only some entries of the lower triangle are stored.
+
+    The components `data`, `rows` and `columns`, each (entries,), contain the values and the coordinates of the entries.
 
     Example:
         >>> import torch
@@ -399,14 +407,14 @@ class Sparse(Matrix):
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
         """Returns an operator that multiplies by a full (n, n) tensor; see `Matrix.unpacked`.
 
-        A sparse operator would need sorted entries.
+        It does not return a `SparseOperator`, because that would require sorting the entries of both triangles.
         """
         matrix = self._with_components(InMemoryTensors(**tensors), self.psd)
         matrix.skip_validation()
         return DenseOperator(matrix._full(dtype))
 
     def matmul(self, x: Tensor) -> Tensor:
-        """Returns M x. If it is faster, a dense matrix is filled in for this product."""
+        """Returns the product M x. It is computed with a dense copy of M if that is faster."""
         width = x.shape[1]
         if self._resident is not None and self._resident.matches(x.dtype, x.device):
             return self._resident(x)
@@ -415,11 +423,14 @@ class Sparse(Matrix):
         return self._sparse_operator(x.dtype, x.device)(x)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor."""
+        """Returns the matrix as an (n, n) tensor."""
         return self._full(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields nothing: the format does not allow `psd`, because dropping entries may make a matrix indefinite."""
+        """Yields nothing, because a sparse matrix is never declared to be positive semi-definite.
+
+        The format does not allow this, because a matrix may become indefinite when entries are dropped.
+        """
         return iter(())
 
     def row_index(self) -> Tensor:
@@ -427,12 +438,12 @@ class Sparse(Matrix):
         return self._coordinates()[0]
 
     def violation(self) -> tuple[str, str] | None:
-        """Checks that the coordinates are in the lower triangle, sorted and unique."""
+        """Checks that the coordinates are in the lower triangle, sorted and unique, and no scale factor is negative."""
         rows, columns = (self.components[name].long() for name in ("rows", "columns"))
         if not bool(((columns >= 0) & (columns <= rows) & (rows < self.side)).all()):
-            return "rows", f"contains coordinates outside the lower triangle of side {self.side}"
+            return "rows", f"contains coordinates outside the lower triangle of side length {self.side}"
         if not bool((rows * self.side + columns).diff().gt(0).all()):
-            return "rows", "contains coordinates that are not sorted by row and then column, or are not unique"
+            return "rows", "contains coordinates that are not sorted by row and then by column, or are not unique"
         return super().violation()
 
     @property
@@ -465,7 +476,7 @@ class Sparse(Matrix):
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Returns the indices of the `count` largest values, in ascending order. Lower indices win ties."""
+    """Returns the indices of the `count` largest values, in ascending order. Of equal values, the first are chosen."""
     if not count:
         return torch.zeros(0, dtype=torch.int64, device=magnitudes.device)
     threshold = magnitudes.kthvalue(len(magnitudes) - count + 1).values
@@ -476,7 +487,7 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
 
 
 def _coordinates_of(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the row and column of each entry in a packed triangle, where index = row (row + 1) / 2 + column."""
+    """Converts indices in a packed triangle, row (row + 1) / 2 + column, to the rows and columns of the entries."""
     # Exact in float64: 8 index + 1 is a perfect square at the start of a row, and indices are far below 2^53 / 8.
     rows = ((8 * indices.double() + 1).sqrt() - 1).div(2).floor().long()
     return rows, indices - rows * (rows + 1) // 2

@@ -70,7 +70,7 @@ def split_spec(spec: str) -> tuple[str, str]:
         spec: Full name, such as `"ViT-B-32"` or `"timm:vit_tiny_patch16_224"`.
 
     Returns:
-        The prefix, empty for open_clip, and the name. A leading `~` is expanded.
+        The prefix, which is empty for open_clip, and the name, in which a leading `~` is expanded.
 
     Raises:
         KfacpackError: If the prefix is unknown or the name is empty.
@@ -105,6 +105,7 @@ def load_model(
         weights: A safetensors file to use instead of the published weights, or `"random"` to initialise from `seed`.
             Use `"./random"` for a file named random.
         image_size: Side length of the input images in pixels. Position embeddings are resampled for this size.
+            Defaults to the image size in the model's config.
         dtype: Dtype of the module.
         device: Device of the module.
         seed: Seed of a random initialisation.
@@ -112,7 +113,7 @@ def load_model(
             Defaults to the style that the model was trained with.
         loading: `"memory"` loads all weights. `"layers"` loads the weights of a layer when the layer is used, for
             `kp.estimate_task(..., stream=True)` with `hf:` and `lm:` models that do not fit into memory. `"shapes"`
-            loads no weights, for forecasts.
+            loads no weights and sets arbitrary values, for forecasts of time and memory.
 
     Returns:
         The model, in eval mode.
@@ -143,7 +144,7 @@ def load_model(
 
 
 def resolve_model(model: Model | str) -> Model:
-    """Returns a model, which is loaded if its name is given.
+    """Returns the given model, or loads it if `model` is a name.
 
     Raises:
         KfacpackError: If the argument is neither a `Model` nor a name, or the model cannot be loaded.

@@ -1,12 +1,12 @@
 """Causal language models from transformers, such as `lm:HuggingFaceTB/SmolLM2-135M` or `lm:DIR`.
 
-f is the final hidden state, after the last norm, at the positions that predict the answer. An example has
-one row of f for each of these positions. The answer depends on the task:
+f is the final hidden state, after the last norm, at the positions that predict the answer. An example has one row of f
+for each of these positions. They depend on the task:
 
-- If every class is named by a single token, the answer is the token after the prompt: one row per example.
-- If the template names a class by several tokens, every label word is an answer. Each example is then a group of
-  sequences, in which the prompt is followed by one label word each, (N, K, length).
-- If the data has the columns `prompt` and `completion`, the answer is the completion.
+- If the data has the columns `prompt` and `completion`, the completion is predicted.
+- If the task's template has an answer of several tokens, all answers are predicted. Each example consists of K
+  sequences, each of which is the prompt followed by one answer; the shape of a batch is (N, K, length).
+- For any other task, only the first token after the prompt is predicted. Each example has one row.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CausalLMFamily:
         decoder = module.base_model
 
         def forward(input_ids: Tensor, attention_mask: Tensor, answers: Tensor) -> Tensor:
-            """Returns the rows of f, (P, hidden), for padded sequences (N, length) or (N, K, length)."""
+            """Returns f, (P, hidden), with one row per true element of `answers`, (N, length) or (N, K, length)."""
             ids, mask, chosen = (tensor.to(device).flatten(0, -2) for tensor in (input_ids, attention_mask, answers))
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)
             hidden = decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
@@ -105,7 +105,7 @@ class CausalLMFamily:
         )
 
     def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
-        """Yields the name of a cached repository if it contains a causal language model."""
+        """Yields `lm:NAME` if the cached repository NAME contains a causal language model."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
         architectures = repository.config.get("architectures") or []
@@ -115,7 +115,7 @@ class CausalLMFamily:
 
 
 class AnswerTexts:
-    """A preprocessor that turns examples into token sequences that end with an answer.
+    """A preprocessor that turns examples into sequences of tokens: prompts, which answers may follow.
 
     The prompt and the answer are tokenized separately, so that the tokens of an answer do not depend on the prompt.
 
@@ -131,7 +131,7 @@ class AnswerTexts:
         self.limit = limit
 
     def prepare(self, examples: Sequence[Example], task: str) -> dict[str, Tensor]:
-        """Returns `input_ids`, `attention_mask` and `answers`, a mask of the positions that predict an answer.
+        """Returns a batch: `input_ids`, `attention_mask` and `answers`, a mask of the positions that predict an answer.
 
         Args:
             examples: Examples with the columns of the task.
@@ -156,7 +156,7 @@ class AnswerTexts:
         return {key: tensor.unflatten(0, (len(rows), len(labels))) for key, tensor in batch.items()}
 
     def answer_tokens(self, task: str) -> tuple[tuple[int, ...], ...] | None:
-        """Returns the tokens of each answer in a task's template; None if every answer is a single token."""
+        """Returns the tokens of each answer in a task's template, or None if no answer has several tokens."""
         words = answers(task, self._style).values()
         tokens = tuple(tuple(self._tokenizer(word, add_special_tokens=False).input_ids) for word in words)
         return tokens if any(len(answer) > 1 for answer in tokens) else None
@@ -179,16 +179,14 @@ class AnswerTexts:
         return tokens if end is None or not tokens else [*tokens, end]
 
     def _sequence(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Returns the prompt and the answer, without the start of the prompt if they exceed the limit together."""
+        """Returns the prompt and the answer. If the total exceeds the limit, the start of the prompt is left out."""
         if not prompt or not answer:
             text = "" if not prompt else f" after the prompt {self._excerpt(prompt)}"
             part = "completion" if prompt else "prompt"
             raise KfacpackError(f"{self._model}: an example has an empty {part}{text}; expected at least one token")
         if len(answer) >= self.limit:
             problem = f"the completion after {self._excerpt(prompt)} has {len(answer)} tokens, including the end token"
-            remedy = (
-                f"expected at most {self.limit - 1}, to leave room for the prompt. Shorten the completion or remove it"
-            )
+            remedy = f"expected at most {self.limit - 1}, to leave room for the prompt. Shorten or remove this example"
             raise KfacpackError(f"{self._model}: {problem}; {remedy}")
         return prompt[-(self.limit - len(answer)) :], answer
 
@@ -198,12 +196,12 @@ class AnswerTexts:
     def _padded(
         self, sequences: Sequence[tuple[list[int], list[int]]], included: int | None = None
     ) -> dict[str, Tensor]:
-        """Pads sequences on the right to (N, length).
+        """Returns a batch of N sequences, which are padded on the right to the same length.
 
         Args:
             sequences: For each sequence, the tokens of the prompt and of the answer.
-            included: Number of tokens of the answer to include; None includes all. The last token predicts nothing, but
-                is the target of the position before it.
+            included: Number of answer tokens to include; None includes all. The last one is included although it
+                predicts nothing, because it is the token that the position before it has to predict.
         """
         rows = [[*prompt, *answer[:included]] for prompt, answer in sequences]
         length = max(map(len, rows), default=0)
@@ -220,7 +218,7 @@ class AnswerTexts:
 
 
 def _causal_class(config: Any, name: str) -> Any:
-    """Returns the class that AutoModelForCausalLM would choose."""
+    """Returns the model class that transformers' `AutoModelForCausalLM` would choose for a config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     architectures = getattr(config, "architectures", None) or []
@@ -245,7 +243,7 @@ def _require_dense_layers(module: nn.Module, name: str) -> None:
 
 
 def _require_linear_output(module: Any, output_layer: Tensor, name: str) -> None:
-    """Checks on two tokens that the logits are the product of the output layer and the final hidden state."""
+    """Checks, for an input of two tokens, that the logits are the output layer times the final hidden state."""
     tokens = torch.tensor([[1, 2]], device=output_layer.device)
     with torch.no_grad():
         expected = module(input_ids=tokens, use_cache=False).logits[0].float()

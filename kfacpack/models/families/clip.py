@@ -61,8 +61,8 @@ class ClipFamily:
     def load(self, request: ModelRequest) -> Model:
         """Loads a model.
 
-        If the weights lack the text tower, the model has no text head. A folder saved by `CLIPVisionModel` has no
-        projection; f is then the normalised pooled output of the vision tower, as the manifest records.
+        If the weights lack the text tower, no head can be built from texts. A folder saved by `CLIPVisionModel`
+        contains no projection; f is then the normalised pooled output of the vision tower, and manifests record this.
         """
         name, device, dtype = request.name, request.device, request.dtype
         (config,) = load_components(name, self.prefix, ("AutoConfig",), "config.json and model.safetensors")
@@ -103,7 +103,7 @@ class ClipFamily:
         )
 
     def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
-        """Yields the name of a cached repository if it contains a CLIP model or its vision tower."""
+        """Yields `clip:NAME` if the cached repository NAME contains a CLIP model or only its vision tower."""
         if repository.config.get("model_type") in ("clip", VISION_CONFIG) and repository.has_safetensors:
             yield f"clip:{repository.name}"
 
@@ -194,12 +194,12 @@ _DEFAULTS = {
 
 
 def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePreprocessing:
-    """Reads preprocessor_config.json. If this file is missing, the values of `CLIPImageProcessor` are used.
+    """Reads preprocessor_config.json. If this file is missing, the defaults of `CLIPImageProcessor` are used.
 
     Args:
         name: Folder or Hub repository.
         own_size: Image size in the model's config.
-        image_size: Requested image size, to which the sizes in the file are scaled; None for the model's own size.
+        image_size: Requested image size, for which the sizes in the file are scaled; None for `own_size`.
     """
     config = {**_DEFAULTS, **_preprocessor_config(name)}
     where = f"clip:{name}: preprocessor_config.json"
@@ -259,7 +259,7 @@ def _is_absent(repository: str, file: str) -> bool:
 
 
 def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[Any, frozenset[str]]:
-    """Returns the module for an image size, and the names of the parameters that the weights do not contain."""
+    """Loads the module for an image size. Returns the module, and the names of the parameters without weights."""
     from transformers import CLIPModel, CLIPVisionModelWithProjection
 
     vision = _vision_config(config)
@@ -283,14 +283,17 @@ def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[A
 
 
 def _size_in_file(path: Path, vision: Any) -> int:
-    """Returns the image size that the position embedding in a weights file implies, or else the size in the config."""
+    """Returns the image size for which the position embedding in a weights file was trained.
+
+    If the file contains no position embedding, the size in the config is returned.
+    """
     tensors = Container(check_safetensors(path)).tensors
     spec = tensors.get(POSITIONS) or tensors.get(POSITIONS.partition(".")[2])
     return isqrt(spec.shape[0] - 1) * int(vision.patch_size) if spec else int(vision.image_size)
 
 
 def _resize(module: Any, image_size: int) -> Any:
-    """Returns the module for another image size. Position embeddings are resampled as in open_clip."""
+    """Returns a copy of the module for another image size. Position embeddings are resampled as in open_clip."""
     config = copy.deepcopy(module.config)
     _vision_config(config).image_size = image_size
     state = module.state_dict()
@@ -322,7 +325,7 @@ def _tokenizer(name: str) -> Callable[[], Any]:
                 return vocabulary
             except Exception as error:  # errors of the Hub, transformers and tokenizers have no common base class
                 problem = f"clip:{name}: the tokenizer cannot be loaded: {first_line(error)}"
-                remedy = "Use --head prototypes (head or kind 'prototypes'), which needs no tokenizer"
+                remedy = "Use --head prototypes (head='prototypes' or kind='prototypes'), which needs no tokenizer"
                 raise KfacpackError(f"{problem}. {remedy}") from error
 
     return tokenizer

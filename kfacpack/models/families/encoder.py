@@ -45,7 +45,7 @@ class EncoderFamily:
         limit = max_length(tokenizer, config)
 
         def forward(input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
-            """Returns the normalised mean over the tokens that are not padding, (N, hidden), for inputs (N, length)."""
+            """Returns f, (N, hidden), the normalised mean over the tokens without padding, for inputs (N, length)."""
             mask = attention_mask.to(device)
             inputs = {key: value.to(device) for key, value in inputs.items()}
             hidden = module(input_ids=input_ids.to(device), attention_mask=mask, **inputs).last_hidden_state
@@ -77,7 +77,7 @@ class EncoderFamily:
         )
 
     def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
-        """Yields the name of a cached repository if it contains a text encoder."""
+        """Yields `hf:NAME` if the cached repository NAME contains a text encoder."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
         config = repository.config
@@ -90,7 +90,7 @@ class EncoderFamily:
 
 
 def _encoder_class(config: Any, name: str) -> Any:
-    """Returns the class that AutoModel would choose."""
+    """Returns the model class that transformers' `AutoModel` would choose for a config."""
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
 
     # Causal and vision models would run as well, but the mean over their tokens is not a text embedding.

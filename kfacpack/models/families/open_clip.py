@@ -1,4 +1,4 @@
-"""Models from open_clip, such as `ViT-B-32` or `ViT-B-16/laion2b_s34b_b88k`, and the models embedded in kfacpack.
+"""Models from open_clip, such as `ViT-B-32` or `ViT-B-16/laion2b_s34b_b88k`, and models included in kfacpack (`tiny`).
 
 f is the normalised image embedding.
 """
@@ -52,7 +52,7 @@ _PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "fill_color")
 
 
 class OpenClipFamily:
-    """Models from open_clip, and the models embedded in kfacpack."""
+    """Models from open_clip, and the models that are included in kfacpack."""
 
     prefix = ""
     name = "open_clip"
@@ -157,7 +157,7 @@ class OpenClipFamily:
 
 
 class OpenClipConfig(NamedTuple):
-    """The configuration that a model name selects."""
+    """The model config, weights and tokenizer that a model name selects."""
 
     name: str
     """Name of the model config in open_clip."""
@@ -207,7 +207,7 @@ def _name_and_tag(spec: str, needs_tag: bool) -> tuple[str, str | None]:
 
 
 def _download(pretrained: Mapping[str, Any], model: str) -> Path:
-    """Downloads the safetensors file for a tag, because open_clip's own download may fall back to a pickle."""
+    """Downloads the safetensors file of a tag. open_clip's own download is not used: it may fall back to a pickle."""
     repository, filename = _hub_file(pretrained)
     if not repository:
         raise KfacpackError(f"{model} is not published as safetensors on the Hub. {LOCAL_WEIGHTS}")
@@ -215,7 +215,7 @@ def _download(pretrained: Mapping[str, Any], model: str) -> Path:
 
 
 def _hub_file(pretrained: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the Hub repository of a tag's weights (empty if there is none) and the name of the weights file."""
+    """Returns the Hub repository of a tag's weights, or "" if they are not on the Hub, and the name of the file."""
     repository, _, filename = pretrained.get("hf_hub", "").rpartition("/")
     return repository, filename or "open_clip_pytorch_model.bin"
 
@@ -240,7 +240,10 @@ def _build_from_file(build: Callable[[Path | None], Any], path: Path, name: str,
 
 @contextmanager
 def _resizable(path: Path) -> Iterator[Path]:
-    """Context manager that yields a file that torch can resample on a CPU: a float32 copy of a half-precision file."""
+    """Context manager that yields a file whose position embeddings can be resampled on a CPU.
+
+    This is `path`, or a temporary copy in float32 if `path` contains half-precision tensors.
+    """
     if all(spec.dtype not in ("F16", "BF16") for spec in Container(path).tensors.values()):
         yield path
         return
@@ -287,7 +290,7 @@ def _text_encoder(
                 return open_clip.get_tokenizer(name, **options)
             except Exception as error:  # errors of the Hub, transformers and tokenizers have no common base class
                 problem = f"{name}: the tokenizer cannot be loaded: {first_line(error)}"
-                remedy = "Use --head prototypes (head or kind 'prototypes'), which needs no tokenizer"
+                remedy = "Use --head prototypes (head='prototypes' or kind='prototypes'), which needs no tokenizer"
                 raise KfacpackError(f"{problem}. {remedy}") from error
 
     @torch.no_grad()
@@ -299,7 +302,7 @@ def _text_encoder(
 
 
 def _patterns_outside_vision(module: nn.Module) -> tuple[str, ...]:
-    """Returns patterns that match all parameters outside the vision tower."""
+    """Returns fnmatch patterns that match all tensors outside the vision tower and none inside."""
     tops = dict.fromkeys(name.partition(".")[::2] for name in module.state_dict() if not name.startswith("visual."))
     return tuple(dict.fromkeys(f"{top}.*" if rest else top for top, rest in tops))
 

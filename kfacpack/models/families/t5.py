@@ -73,7 +73,7 @@ class T5Family:
             return {key: tokens[key] for key in ("input_ids", "attention_mask")}
 
         def output_layer() -> Tensor:
-            """Returns the output layer. In T5 v1.0, it includes a factor by which the model scales f."""
+            """Returns the weights of the output layer. T5 v1.0 scales f before this layer; the factor is included."""
             # Versions of transformers before 5 have no separate attribute for this factor.
             scales: bool = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
             weight: Tensor = module.lm_head.weight.detach()
@@ -98,6 +98,6 @@ class T5Family:
         )
 
     def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
-        """Yields the name of a cached repository if it contains a T5 model."""
+        """Yields `t5:NAME` if the cached repository NAME contains a T5 model."""
         if repository.config.get("model_type") == "t5" and repository.is_for_transformers:
             yield f"t5:{repository.name}"

@@ -123,7 +123,7 @@ def _classifiers(pretrained: Any) -> tuple[str, ...]:
 
 
 def _download(pretrained: Any, name: str) -> Path:
-    """Downloads the safetensors file of a model, because timm's own download may fall back to a pickle."""
+    """Downloads the safetensors file of a model. timm's own download is not used: it may fall back to a pickle."""
     if not pretrained.hf_hub_id:
         raise KfacpackError(f"timm:{name} has no weights on the Hub. {LOCAL_WEIGHTS}")
     return download_weights(pretrained.hf_hub_id, _filename(pretrained), f"timm:{name}")

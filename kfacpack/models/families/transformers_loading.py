@@ -52,7 +52,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def public_name(name: str) -> str:
-    """Returns the name to record in manifests: for a folder, the last component of its path."""
+    """Returns the name of a model to record in manifests: `name`, or its last component if it is a folder."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
@@ -111,7 +111,7 @@ def load_components(name: str, prefix: str, classes: tuple[str, ...], parts: str
 def load_pretrained(
     model_class: Any, config: Any, request: ModelRequest, unused: tuple[str, ...] = ()
 ) -> tuple[Any, frozenset[str]]:
-    """Loads a model and checks that no weights are missing, because transformers would initialise them randomly.
+    """Loads a model and checks that no weights are missing. transformers would initialise missing weights randomly.
 
     Args:
         model_class: Model class from transformers.
@@ -160,7 +160,7 @@ def load_layerwise(
 ) -> tuple[Any, frozenset[str], UnloadedWeights | None]:
     """Loads a whole model, or a model without the weights of its layers, as `request.loading` specifies.
 
-    Random weights can only be initialised for the whole model, which is then loaded into memory.
+    If random weights are requested with `"layers"`, the whole model is initialised in memory.
 
     Args:
         model_class: Model class from transformers.
@@ -189,7 +189,7 @@ def load_layerwise(
 
 
 def _weight_files(name: str) -> list[Path]:
-    """Returns the safetensors files in a folder or in a Hub repository, which are downloaded if necessary."""
+    """Returns the safetensors files in a folder or a Hub repository. Files on the Hub are downloaded if necessary."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -205,8 +205,8 @@ def _weight_files(name: str) -> list[Path]:
 def _files_in(folder: Path) -> list[Path]:
     """Returns the safetensors files in a folder.
 
-    If the folder has an index, these are `model.safetensors` if it exists, and otherwise the files that the index
-    lists.
+    If the folder contains an index, only the files that the index lists are returned. If it also contains
+    `model.safetensors`, only this file is returned.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():
@@ -288,9 +288,9 @@ def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model:
     """Returns the rows of an output layer for the first token of each word, (K, C), in at least float32.
 
     Args:
-        output_layer: (vocabulary, C).
+        output_layer: Weights of the output layer, (vocabulary, C).
         tokenizer: Tokenizer of the model.
-        words: K words.
+        words: The K words.
         model: Name of the model, for error messages.
 
     Raises:
@@ -299,16 +299,19 @@ def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model:
     ids = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
     if without_token := [word for word, tokens in zip(words, ids, strict=True) if not tokens]:
         problem = f"{model} has no token for class {without_token[0]!r}"
-        raise KfacpackError(f"{problem}; use --head prototypes (head or kind 'prototypes')")
+        raise KfacpackError(f"{problem}; use --head prototypes (head='prototypes' or kind='prototypes')")
     return at_least_float32(output_layer[torch.tensor(ids, device=output_layer.device).squeeze(1)])
 
 
 def embedding_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the word, position and token type embeddings, without the norm that follows them."""
+    """Returns the names of the word, position and token type embeddings, but not of the norm that follows them."""
     return tuple(f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding))
 
 
 def max_length(tokenizer: Any, config: Any) -> int:
-    """Returns the maximum text length in tokens: the minimum of the model's limit, the tokenizer's and `MAX_TOKENS`."""
+    """Returns the maximum number of tokens in a text.
+
+    This is the smallest of the model's limit, the tokenizer's limit and `MAX_TOKENS`.
+    """
     positions = getattr(config, "max_position_embeddings", None) or MAX_TOKENS
     return int(min(MAX_TOKENS, tokenizer.model_max_length, positions))

@@ -1,4 +1,4 @@
-"""Methods that minimise the drift from each vector's own model: `curvature`, `regmean`, `fisher` and `actmat`.
+"""Merge methods that solve a least-squares problem in each block: `curvature`, `regmean`, `fisher` and `actmat`.
 
 In each block, let G_t be the curvature for task t and W_t the matrix of α_t τ_t. The merged matrix is
 
@@ -6,19 +6,20 @@ In each block, let G_t be the curvature for task t and W_t the matrix of α_t τ
 
 which `merging/solve.py` computes. The methods differ in G_t:
 
-- `curvature`: G_t from the bundle, which is Σ B ⊗ A or a whole matrix.
-- `regmean` (Jin et al., 2023): I ⊗ A_t, computed only from the inputs of the layer. As in the paper, the off-diagonal
-  entries of A_t are reduced. Blocks without A take the value of the prior.
+- `curvature`: the G_t in the bundle, which has the form Σ B ⊗ A or is one matrix for the whole block.
+- `regmean` (Jin et al., 2023): I ⊗ A_t, where A_t is computed only from the inputs of the layer. As in the paper, the
+  off-diagonal entries of A_t are reduced. Blocks without A take the value of the prior.
 - `fisher` (Matena and Raffel, 2022): the diagonal of G_t.
 - `actmat`: I ⊗ W_tᵀ W_t, computed only from the vectors, for parameters with two dimensions. All other parameters take
   the value of the prior.
 
 The prior W_0 determines the result in directions without curvature. With the prior `sum`, the result in these
-directions is that of task arithmetic. All methods are linear in α.
+directions is that of task arithmetic. In all methods, the result is linear in the α_t.
 
-For `curvature`, ε has a second part, κ v / ‖τ‖², where ‖τ‖² is averaged over the vectors and v is the scale of f. A
-drift of κ v hardly affects predictions. If the vectors change f substantially, this part is small compared with the
-curvature. If they change f only slightly, there is little interference to remove and the result is closer to the prior.
+For `curvature`, ε has a second part, κ v / ‖τ‖², where ‖τ‖² is averaged over the vectors, v is the scale of f and κ is
+the setting `negligible_drift`. It is chosen so that a drift (a mean squared change in f) of κ v hardly affects
+predictions. If the vectors change f substantially, this part is small compared with the curvature. If they change f
+only slightly, there is little interference to remove, and this part brings the result closer to the prior.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ DAMPING_HELP = "ε, the weight of the prior, relative to the mean eigenvalue of 
 PRIORS = ("sum", "mean", "zero")
 PRIOR_HELP = "Result in directions without curvature: the sum of the vectors, their mean, or zero."
 CURVATURE_DAMPING, NEGLIGIBLE_DRIFT = 0.02, 0.004
-"""Defaults of `curvature`, chosen on validation examples of six tasks of `tiny`, with seeds that no published result
-uses (docs/results)."""
+"""Defaults of `curvature`. They were chosen on validation examples of six tasks of `tiny`, the small CLIP model in the
+package, with seeds that no published result uses (docs/results)."""
 NEGLIGIBLE_DRIFT_HELP = (
-    "κ, a drift of f (relative to the scale of f) that hardly affects predictions. Adds κ/‖τ‖² to ε, so that vectors "
-    "that change f only slightly are merged closer to the prior."
+    "κ, a drift of f that hardly affects predictions, relative to the scale of f. ε has a term proportional to κ/‖τ‖², "
+    "which keeps the result close to the prior if the vectors change f only slightly."
 )
 WEIGHTS = ("equal", "size")
 WEIGHTS_HELP = "Weights of the tasks: equal, or in proportion to the sizes of their datasets, with a mean of one."
 TOLERANCE = 1e-2
-"""Default tolerance. On six tasks of `tiny`, a smaller one lowers the objective by less than another 0.2 % of its total
-decrease (docs/results)."""
-TOLERANCE_HELP = "Relative residual at which the iteration stops."
+"""Default tolerance. On six tasks of `tiny`, the small CLIP model in the package, a smaller tolerance lowers the
+objective further by less than 0.2 % of the total decrease (docs/results)."""
+TOLERANCE_HELP = "Relative residual at which the iterative solver stops."
 ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 
 
@@ -88,7 +89,7 @@ class BlockMethod(MergeMethod):
         return merger.run(*self._tasks(inputs, bundles, shapes), on_progress)
 
     def _absolute_damping(self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle]) -> float:
-        """Returns the part of ε that is the same in all blocks."""
+        """Returns the part of the damping ε that is the same in all blocks."""
         return 0.0
 
     def _tasks(
@@ -99,16 +100,19 @@ class BlockMethod(MergeMethod):
         return block_tasks(bundles, shapes, self.structure_of)
 
     def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
-        """Returns the G that the method uses in place of the bundle's G, or None for a block without curvature."""
+        """Converts the G of a block to the matrix that the method uses, or to None if the method cannot use this G."""
         return structure
 
 
 @dataclass(frozen=True)
 class CurvatureMethod(BlockMethod):
-    """Curvature merging: minimises the summed drift, measured with the curvature in the bundles."""
+    """Curvature merging: minimises the differences from each vector's outputs on its own task.
+
+    The squared differences are predicted with the curvature in the bundles and summed over the tasks.
+    """
 
     name = "curvature"
-    help = "Minimises the drift from the outputs of each vector on its own task, as predicted by the bundles."
+    help = "Minimises the differences from each vector's outputs on its own task, as predicted by the bundles."
     needs_bundles = True
 
     damping: float = setting(CURVATURE_DAMPING, DAMPING_HELP, interval="(0, ∞)")
@@ -118,7 +122,7 @@ class CurvatureMethod(BlockMethod):
     iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
 
     def _absolute_damping(self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle]) -> float:
-        """Returns κ v / ‖τ‖², which does not depend on α.
+        """Returns κ v / ‖τ‖², where κ is `negligible_drift`, v the scale of f and ‖τ‖² the mean over the vectors.
 
         Raises:
             KfacpackError: If f is not normalised and no bundle records its scale.
@@ -138,7 +142,7 @@ class CurvatureMethod(BlockMethod):
 
 @dataclass(frozen=True)
 class RegMeanMethod(BlockMethod):
-    """RegMean: merging with the curvature I ⊗ A, which uses only the layers' inputs."""
+    """RegMean: merging with the curvature I ⊗ A, where A is computed only from a layer's inputs."""
 
     name = "regmean"
     help = "Like curvature, but uses only the factors A of the inputs (RegMean)."
@@ -150,7 +154,10 @@ class RegMeanMethod(BlockMethod):
     )
 
     def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
-        """Returns Σ weight · I ⊗ A', where A' has reduced off-diagonal entries, or None for a whole matrix."""
+        """Converts a G of the form Σ w B ⊗ A to Σ w I ⊗ A', where A' is A with reduced off-diagonal entries.
+
+        Returns None if G is not a sum of Kronecker products.
+        """
         import torch
 
         from kfacpack.curvature.blocks import Kronecker
@@ -176,7 +183,7 @@ class FisherMethod(BlockMethod):
     task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
 
     def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
-        """Returns the diagonal of G as a whole matrix."""
+        """Returns the diagonal of G, as one diagonal matrix for the whole block."""
         import torch
 
         from kfacpack.curvature.blocks import Whole
@@ -192,7 +199,7 @@ class FisherMethod(BlockMethod):
 
 @dataclass(frozen=True)
 class ActMatMethod(BlockMethod):
-    """ACTMat: RegMean with W_tᵀ W_t, computed from the vectors, in place of A. Needs no bundles."""
+    """ACTMat: like RegMean, but with W_tᵀ W_t, computed from the vectors, in place of A. It needs no bundles."""
 
     name = "actmat"
     help = "Like regmean, but uses WᵀW for each vector's matrices W in place of A; needs no bundles (ACTMat)."
@@ -219,8 +226,8 @@ class ActMatMethod(BlockMethod):
 class RefineMethod(MergeMethod):
     """The settings of `kp.refine`, which reduces the effect of one vector on other tasks.
 
-    The result solves (G_own + λ Σ_others w G + ε) τ' = G_own τ + ε τ. The prior and the curvature for the vector's own
-    task pull the result towards τ; the curvature for the other tasks pulls it towards zero.
+    The result solves (G_own + λ Σ w_t G_t + ε) τ' = G_own τ + ε τ; see `kp.refine`. The prior and the curvature for the
+    vector's own task pull the result towards τ; the curvature for the other tasks pulls it towards zero.
     """
 
     name = "refine"
@@ -245,8 +252,8 @@ class RefineMethod(MergeMethod):
 
         Args:
             inputs: The vector, and the same vector with α = 0, which is the target for the other tasks.
-            bundles: The bundles for the vector, assigned to index 0, and for the other tasks, assigned to index 1.
-            on_progress: Called with the number of blocks done and their total.
+            bundles: Bundles for the vector's own tasks, assigned to index 0, and for other tasks, assigned to index 1.
+            on_progress: Called with the number of blocks done and the total number.
         """
         from kfacpack.merging.solve import SolveSettings
         from kfacpack.vectors.block_merge import BlockMerger, block_tasks

@@ -44,7 +44,7 @@ The corresponding singular vectors are arbitrary, so using them would add noise.
 
 
 class SingularVectors(NamedTuple):
-    """The k largest singular values and their vectors, U diag(s) Vh: (m, k), (k,), (k, n)."""
+    """The k largest singular values s (k,) of a matrix and their singular vectors, U (m, k) and Vh (k, n)."""
 
     U: Tensor
     s: Tensor
@@ -64,7 +64,7 @@ def decompose(matrix: Tensor, largest: Tensor | None = None) -> SingularVectors:
             largest singular value.
 
     Returns:
-        The singular values and vectors.
+        The singular values that do not count as zero, and their vectors.
     """
     import torch
 
@@ -74,10 +74,10 @@ def decompose(matrix: Tensor, largest: Tensor | None = None) -> SingularVectors:
 
 
 def orthogonalize(columns: Tensor) -> Tensor:
-    """Returns the nearest matrix with orthonormal columns (Procrustes): P Qᵀ for the decomposition P D Qᵀ.
+    """Returns the nearest matrix with orthonormal columns: P Qᵀ for the singular value decomposition P D Qᵀ.
 
-    If the columns are linearly dependent, the nearest matrix is not unique. P Qᵀ is then truncated to the numerical
-    rank, so that dependent columns share a direction.
+    If the columns are linearly dependent, the nearest matrix is not unique. In this case, only singular vectors with
+    nonzero singular values are used, so columns of the result that correspond to equal columns are also equal.
 
     Args:
         columns: A matrix of shape (m, k).
@@ -97,10 +97,10 @@ def join_orthogonal(parts: list[SingularVectors]) -> SingularVectors:
 
 @dataclass(frozen=True)
 class TsvMethod(MergeMethod):
-    """TSV-M: task singular vectors, made orthogonal to each other."""
+    """TSV-M: merges the leading singular vectors of each task's matrices after making them orthogonal to each other."""
 
     name = "tsv"
-    help = "Keeps the largest singular vectors of each task's matrices and makes them orthogonal (TSV-M)."
+    help = "Keeps the leading singular vectors of each task's matrices and makes them orthogonal to each other (TSV-M)."
     scale = (
         "α is that of the paper, which recommends 1; parameters that are not matrices are summed or, with 'mean', "
         "averaged as in the authors' code"
@@ -109,7 +109,7 @@ class TsvMethod(MergeMethod):
     mean: bool = setting(False, MEAN_HELP)
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Merges one parameter."""
+        """Returns the merged change to one parameter."""
         shape = inputs[0].tensors[name].shape
         if len(shape) != 2:
             return weighted_sum(inputs, name, mean=self.mean)
@@ -126,7 +126,7 @@ SCALE = (
 
 @dataclass(frozen=True)
 class IsoMethod(MergeMethod):
-    """Iso-C: the sum with a flat spectrum."""
+    """Iso-C: the sum of the vectors, with equal singular values in each matrix."""
 
     name = "iso"
     help = "Sums the vectors and replaces all singular values of each matrix by their mean (Iso-C)."
@@ -135,7 +135,7 @@ class IsoMethod(MergeMethod):
     mean: bool = setting(False, MEAN_HELP)
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Merges one parameter."""
+        """Returns the merged change to one parameter."""
         if inputs[0].tensors[name].ndim != 2:
             return weighted_sum(inputs, name, mean=self.mean)
         total = weighted_sum(inputs, name)
@@ -144,19 +144,19 @@ class IsoMethod(MergeMethod):
 
 @dataclass(frozen=True)
 class IsoCtsMethod(MergeMethod):
-    """Iso-CTS: a flat spectrum over common and task-specific directions."""
+    """Iso-CTS: equal singular values for directions of the sum and directions of individual tasks."""
 
     name = "iso-cts"
     help = "Like iso, but takes some of the directions from individual tasks (Iso-CTS)."
     scale = SCALE
 
     common: float = setting(
-        0.8, "Share of the directions that come from the sum; the paper's k / r.", interval="[0, 1]"
+        0.8, "Share of the directions that come from the sum of the vectors; k / r in the paper.", interval="[0, 1]"
     )
     mean: bool = setting(False, MEAN_HELP)
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Merges one parameter."""
+        """Returns the merged change to one parameter."""
         shape = inputs[0].tensors[name].shape
         if len(shape) != 2:
             return weighted_sum(inputs, name, mean=self.mean)
@@ -168,7 +168,7 @@ class IsoCtsMethod(MergeMethod):
 
 
 def _flatten_spectrum(vectors: SingularVectors, total: Tensor) -> Tensor:
-    """Returns U mean(s) Vh, or `total` if it is zero and therefore has no singular vectors."""
+    """Returns mean(s) U Vh, or `total` if it is zero and therefore has no singular vectors."""
     U, s, Vh = vectors
     return s.mean() * (U @ Vh) if len(s) else total
 
@@ -190,7 +190,10 @@ def split_rank(r: int, tasks: int, common: float) -> tuple[int, int]:
 
 
 def _task_specific(matrix: Tensor, common: SingularVectors) -> SingularVectors:
-    """Decomposes the part of a task's matrix outside the span of the common directions, ignoring rounding errors."""
+    """Decomposes the part of a task's matrix outside the span of the common directions.
+
+    Singular values that are negligible relative to the largest singular value of the whole matrix are dropped.
+    """
     import torch
 
     U = common.U.to(matrix.device)

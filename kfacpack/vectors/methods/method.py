@@ -1,8 +1,8 @@
 """The base class of merge methods for task vectors, the declaration of their settings, and the `sum` method.
 
-A method merges T vectors, each multiplied by its α, into a vector on the scale of their sum, which is applied with
-α = 1. A method averages only if its setting `mean` is true. A method is odd and homogeneous: multiplying every α by c
-multiplies the result by c.
+A method merges T vectors, each multiplied by its α. By default, the result has the scale of the sum of the vectors
+rather than of their mean, so it is applied with α = 1. For every method, multiplying all α by any number c, which may
+be negative, multiplies the result by c.
 
 A method is a dataclass; its fields are its settings, each declared by `setting`. The command line, plans and the
 documentation take the settings' names, defaults, ranges and help texts from these fields. The modules that define
@@ -46,7 +46,7 @@ class MethodInput(NamedTuple):
         return self.alpha * self.tensors[name].double()
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Returns factors U (m, r) and V (r, n) of α τ as a matrix (shape[0], -1), or None if τ is not factored."""
+        """Returns factors U (m, r) and V (r, n) of α τ for one parameter, or None if τ is not stored as factors."""
         pair = self.tensors.factors(name)
         if pair is None:
             return None
@@ -54,7 +54,7 @@ class MethodInput(NamedTuple):
         return (self.alpha * U.double(), V.double()) if self.alpha else (U[:, :0].double(), V[:0].double())
 
     def squared_norm(self) -> float:
-        """Returns ‖τ‖², which does not depend on α, without multiplying the factors of a change."""
+        """Returns ‖τ‖² over all parameters, without α. If a change is stored as factors, U V is not computed."""
         total = 0.0
         for name in self.tensors:
             pair = self.tensors.factors(name)
@@ -90,7 +90,7 @@ class DeclaredSetting(NamedTuple):
     """Valid strings; empty for other types."""
 
     def problem(self, value: Any) -> str | None:
-        """Returns a description of the expected values, or None if the value is valid."""
+        """Returns a description of the values that the setting accepts, or None if the value is valid."""
         if isinstance(self.default, bool):
             return None if isinstance(value, bool) else "true or false"
         if self.choices:
@@ -121,7 +121,7 @@ def setting(default: Any, help: str, *, interval: str = "", choices: Sequence[st
 
 @dataclass(frozen=True)
 class MergeMethod(ABC):
-    """A merge method. Its dataclass fields are its settings."""
+    """Base class of merge methods for task vectors. The dataclass fields of a method are its settings."""
 
     name: ClassVar[str]
     help: ClassVar[str]
@@ -169,7 +169,7 @@ class MergeMethod(ABC):
 
     @abstractmethod
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Merges one parameter.
+        """Merges the changes to one parameter.
 
         Args:
             inputs: The task vectors.
@@ -187,7 +187,7 @@ class MergeMethod(ABC):
         Args:
             inputs: The task vectors.
             bundles: The bundles and the vectors to which they are assigned; empty unless the method needs bundles.
-            on_progress: Called with the number of blocks done and their total.
+            on_progress: Called with the number of blocks done and the total number.
 
         Returns:
             The merged parameters, or None if the method merges one parameter at a time.
@@ -214,13 +214,13 @@ def weighted_sum(inputs: Sequence[MethodInput], name: str, *, mean: bool = False
 
 @dataclass(frozen=True)
 class SumMethod(MergeMethod):
-    """Task arithmetic: Σ α τ."""
+    """Task arithmetic: the sum of the vectors, each multiplied by its α."""
 
     name = "sum"
-    help = "Adds the vectors: Σ α τ."
+    help = "Adds the vectors, each multiplied by its α (task arithmetic)."
     scale = "α is the paper's scaling coefficient λ, which is chosen on validation data"
     is_sum = True
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Sums one parameter."""
+        """Sums the changes to one parameter."""
         return weighted_sum(inputs, name)

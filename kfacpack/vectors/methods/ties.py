@@ -6,9 +6,9 @@ that tie with the smallest kept magnitude are kept as well. For each entry of th
 kept entries is elected; entries with that sign are summed, and the others are dropped. If the sum is zero, no sign is
 elected and the result is zero.
 
-The paper takes the mean of the entries that agree and multiplies it by λ (1 without validation data). This
-implementation takes their sum, so that vectors that do not overlap are added as in task arithmetic. With `mean`, the
-result matches the paper, and α is the paper's λ.
+The paper takes the mean of the entries that agree and multiplies it by λ, which is 1 if there is no validation data.
+This implementation takes their sum, so that vectors that do not overlap are added as in task arithmetic. With `mean`,
+the result matches the paper, and α is the paper's λ.
 
 DARE (Yu et al., 2024) drops entries of each vector at random and rescales the others. Each entry is dropped with
 probability `drop` and the others are divided by 1 − drop, so that the expected value is τ. The vectors are then summed.
@@ -37,13 +37,13 @@ _HALF = 16
 
 @dataclass(frozen=True)
 class TiesMethod(MergeMethod):
-    """TIES: sum of the largest entries that agree in sign."""
+    """TIES: sums the largest entries of each vector, except those that do not have the elected sign."""
 
     name = "ties"
-    help = "Keeps the largest entries, elects signs and sums the entries that agree."
+    help = "Keeps the largest entries of each vector, elects a sign per position and sums the entries with this sign."
     scale = (
-        "α multiplies the sum of the entries that agree in sign; the paper multiplies their mean by λ, which is 1 "
-        "without validation data; with 'mean', α is this λ"
+        "α multiplies the sum of the entries that agree in sign; the paper multiplies their mean by λ, which is 1 if "
+        "there is no validation data; with 'mean', α is this λ"
     )
 
     keep: float = setting(
@@ -52,11 +52,11 @@ class TiesMethod(MergeMethod):
     mean: bool = setting(False, "Average the entries that agree in sign instead of summing them, as in the paper.")
 
     def begin(self, inputs: Sequence[MethodInput]) -> MergedParameter:
-        """Computes the thresholds and returns a function that merges one parameter."""
+        """Finds the smallest magnitude to keep in each vector, and returns a function that merges one parameter."""
         return partial(self._merge_trimmed, inputs, [threshold(vector.tensors, self.keep) for vector in inputs])
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Merges one parameter."""
+        """Returns the merged change to one parameter."""
         return self.begin(inputs)(name)
 
     def _merge_trimmed(self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str) -> Tensor:
@@ -67,7 +67,10 @@ class TiesMethod(MergeMethod):
     def _total(
         self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str, elected: Tensor | None = None
     ) -> Tensor:
-        """Sums the kept entries of all vectors; if `elected` is passed, only those with the elected sign."""
+        """Sums the kept entries of one parameter over all vectors.
+
+        If `elected` is passed, only entries with the elected sign are summed or, with the setting `mean`, averaged.
+        """
         import torch
 
         total, count = torch.zeros(()), torch.zeros(())
@@ -82,17 +85,18 @@ class TiesMethod(MergeMethod):
 
 
 def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
-    """Finds the exact smallest magnitude to keep over all parameters, reading one parameter at a time.
+    """Finds the smallest magnitude that is kept if the share `keep` of all entries is kept.
 
-    Magnitudes in float32 have the same order as their bits read as integers. One pass counts the upper half of the
-    bits; a second pass counts the lower half of the magnitudes that share the upper half of the threshold.
+    Only one parameter is in memory at a time. Magnitudes in float32 have the same order as their bits read as integers.
+    A first pass counts the magnitudes by the upper half of their bits, which gives the upper half of the threshold. A
+    second pass counts only the magnitudes with this upper half, by the lower half of their bits. The result is exact.
 
     Args:
         tensors: Tensors by parameter name.
         keep: The share of the entries to keep, in (0, 1].
 
     Returns:
-        The threshold.
+        The smallest magnitude that is kept.
     """
     import torch
 
@@ -132,19 +136,19 @@ def _nth_largest(counts: Tensor, n: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class DareMethod(MergeMethod):
-    """DARE: sum of vectors with randomly dropped entries."""
+    """DARE: drops entries of each vector at random, rescales the others and sums the vectors."""
 
     name = "dare"
     help = "Drops entries at random, rescales the others and sums the vectors."
     scale = (
-        "α is the scaling coefficient of task arithmetic, with which the paper merges the dropped and rescaled vectors"
+        "α is the scaling coefficient of task arithmetic, by which the paper merges the vectors after dropping entries"
     )
 
     drop: float = setting(0.9, "Probability of dropping an entry; the paper's p.", interval="[0, 1)")
     seed: int = setting(0, "Seed of the random choice of the dropped entries.", interval=f"[0, {2**64 - 1}]")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """Merges one parameter."""
+        """Returns the merged change to one parameter."""
         import torch
 
         from kfacpack._random import CounterRandom
