@@ -294,7 +294,9 @@ class ImportOutput(TypedDict):
 
 def import_(
     layout: ImportLayout = typer.Argument(
-        ..., metavar="mammoth", help="Layout of the files. mammoth: files from the framework of the paper's authors."
+        ...,
+        metavar="mammoth",
+        help="Layout of the files. mammoth: files written by Mammoth, the framework of the authors of TAK.",
     ),
     source: str = typer.Argument(..., metavar="DIR|hf://OWNER/REPO/DIR", help="Folder with the files."),
     output: Path = output_option("FILE.kfac"),

@@ -377,15 +377,15 @@ def _layout_of_rows(trace: ModelTrace, name: str, gradients: tuple[Tensor, ...])
     return layout
 
 
-def _is_mostly_zero(gradients: Tensor, examples: int) -> bool:
+def _is_mostly_zero(gradients: Tensor, factor: int) -> bool:
     """Returns whether most gradient rows of an example are zero.
 
     Args:
         gradients: Gradient rows of all examples, (P, out).
-        examples: 1 if the backward pass covered all examples. If it covered only one of them, the number of examples,
-            because the rows of the others are zero.
+        factor: Factor by which the number of rows with a nonzero entry is multiplied. It is the number of examples if
+            the backward pass covered only one of them, so that the rows of all others are zero, and otherwise 1.
     """
-    return bool((gradients != 0).any(1).sum() * 2 * examples < len(gradients))
+    return bool((gradients != 0).any(1).sum() * 2 * factor < len(gradients))
 
 
 def _vector_block(trace: ModelTrace, usage: ParamUsage) -> PlannedBlock:

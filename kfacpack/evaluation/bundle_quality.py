@@ -255,7 +255,7 @@ def _measure_layers(
     """Measures E ‖J τ‖² for every vector and block, where τ is the part of the vector that the block covers.
 
     A block that occurs in several bundles is measured on the examples of all their tasks at once, because a forward
-    pass of a few examples takes nearly as long as one of many.
+    pass over a few examples takes nearly as long as a pass over many.
 
     Args:
         model: The base model.
@@ -312,8 +312,7 @@ def _joined(prepared: Mapping[str, Sequence[Batch]], batch_size: int) -> list[tu
         batch_size: Maximum number of examples in a concatenated batch.
 
     Returns:
-        The resulting batches. Each comes with a list of pairs: the task and the number of examples of every batch that
-        it consists of.
+        The resulting batches, each with a list of pairs (task, number of examples), one for each original batch in it.
     """
     joined: list[tuple[Batch, list[tuple[str, int]]]] = []
     for task, batches in prepared.items():

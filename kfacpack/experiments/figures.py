@@ -371,7 +371,7 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def bars(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws accuracy by task: of the base model, with the task's own vector, and with all vectors combined.
+    """Draws the accuracy on each task: base model alone, with the task's own vector, and with all vectors combined.
 
     Each arm has its own bar chart. The charts are stacked, so that eight tasks fit on a narrow screen.
 

@@ -238,7 +238,7 @@ class AnalysisStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, composed of measurement, arm and seed."""
+        """Name of the stage, composed of the measurement, the arm and the seed."""
         return f"{self.measurement}.{self.vectors[0].variant}"
 
     @property

@@ -230,9 +230,9 @@ class ArmSection(PlanSection):
             ("budget", ("kronecker",)),
         ):
             if key in self.model_fields_set and self.penalty not in penalties:
-                raise ValueError(f"{key} requires penalty: {' or '.join(penalties)}; got penalty: {self.penalty}")
+                raise ValueError(f"{key} requires 'penalty: {' or '.join(penalties)}', got 'penalty: {self.penalty}'")
         if self.rank > 1 and self.rule != "optimal":
-            raise ValueError(f"rank requires rule: optimal; got rule: {self.rule}")
+            raise ValueError(f"rank requires 'rule: optimal', got 'rule: {self.rule}'")
         if self.preset and self.strength is None:
             raise ValueError(
                 "preset requires strength: the λ that the paper gives for the model, such as 100 for ViT-B/32"

@@ -355,7 +355,7 @@ class VectorManifest(AboutVector):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits empty keys that are new in version 1.1, because the bytes of files of version 1.0 must not change."""
+        """Omits keys added in version 1.1 if their values are empty, so that files of version 1.0 keep their bytes."""
         return {key: value for key, value in handler(self).items() if value or key not in _KEYS_OF_1_1}
 
     def specs(self) -> dict[str, Spec]:

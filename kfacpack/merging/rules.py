@@ -276,7 +276,7 @@ class ShardsRule(MergeRule):
     keeps_sums = True
 
     def check(self, inputs: Sequence[MergeInput]) -> None:
-        """Checks that the inputs can be parts of one estimate. Whether their examples differ cannot be checked.
+        """Checks that the inputs can be parts of one estimate. It cannot check whether two inputs share examples.
 
         Raises:
             KfacpackError: If the tasks, data or estimate settings differ, or if the inputs have more examples than the

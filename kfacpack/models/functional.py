@@ -256,7 +256,7 @@ def reads_reported(report: Callable[[str], None]) -> Iterator[None]:
     """Context manager that reports calls to methods that read the values of a tensor without using the dispatcher.
 
     The methods are replaced temporarily. A `TorchFunctionMode` is not used, because it disables the fast path of
-    nn.MultiheadAttention, so that the model would run other operations than usual.
+    nn.MultiheadAttention, and the model would then run different operations.
 
     Args:
         report: Called with a description of each call.

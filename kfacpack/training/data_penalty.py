@@ -1,4 +1,4 @@
-"""The data penalty (τJp), λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖²: it measures how much τ changes f on other tasks' data.
+"""The data penalty (τJp). λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖² measures how much τ changes f on other tasks' data.
 
 The weight w_t is proportional to the size of the dataset of task t, and the mean weight is 1. s is 1 if f is
 normalised; otherwise it is the variance of f, measured on a few examples of each task, so that λ does not depend on the

@@ -101,7 +101,7 @@ class Regime(ABC):
         self.compiled = compile
         """Whether the forward and backward pass are compiled with torch.compile."""
         if compile and self.name != "linear":
-            raise KfacpackError(f"--compile (compile): requires the regime 'linear', got {self.name!r}")
+            raise KfacpackError(f"--compile (compile) requires the regime 'linear', got {self.name!r}")
 
     def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
         """Returns the parameters to train, by state-dict name; see `Regime` for the arguments."""

@@ -70,8 +70,8 @@ def train(
         task: A task from `kp.load_task`, or its name.
         reg: One or several bundles with the curvature of other tasks: curvatures, paths or `hf://` references. The
             trained task is removed from bundles that contain it, where that is possible.
-        reg_data: One or several other tasks. The change in f on their data is penalised directly, instead of using
-            bundles (τJp).
+        reg_data: One or several other tasks. The change in f on their data is penalised directly (τJp), without
+            bundles.
         strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, and to 1 with `reg_data`. With `preset`,
             defaults to the published λ.
         reg_every: Interval of the penalty in steps. With N, the penalty is applied only at every N-th step.

@@ -330,7 +330,7 @@ _OLD_NORMS = ((".gamma", ".weight"), (".beta", ".bias"))
 
 
 class Prefix(NamedTuple):
-    """A prefix that is removed from the names of a checkpoint, or added to them."""
+    """A prefix that is removed from the names of the tensors in a checkpoint, or added to them."""
 
     text: str
     is_added: bool

@@ -16,8 +16,8 @@ which `merging/solve.py` computes. The methods differ in G_t:
 The prior W_0 determines the result in directions without curvature. With the prior `sum`, the result in these
 directions is that of task arithmetic. In all methods, the result is linear in the α_t.
 
-For `curvature`, ε has a second part, κ v / ‖τ‖², where ‖τ‖² is averaged over the vectors, v is the scale of f and κ is
-the setting `negligible_drift`. It is chosen so that a drift (a mean squared change in f) of κ v hardly affects
+For `curvature`, κ v / ‖τ‖² is added to this ε, where ‖τ‖² is averaged over the vectors, v is the scale of f and κ is
+the setting `negligible_drift`. By default, κ is chosen so that a drift (mean squared change in f) of κ v hardly affects
 predictions. If the vectors change f substantially, this part is small compared with the curvature. If they change f
 only slightly, there is little interference to remove, and this part brings the result closer to the prior.
 """
