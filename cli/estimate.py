@@ -193,7 +193,7 @@ def estimate(
     if stream_folder is not None and not stream:
         raise KfacpackError("--stream-folder requires --stream; add --stream or omit --stream-folder")
     if gpu is not None and not (stream and dry_run):
-        raise KfacpackError("--gpu requires --stream --dry-run, because it is only used for forecasts")
+        raise KfacpackError("--gpu requires both --stream and --dry-run, because it is only used for forecasts")
     target_gpu = None if gpu is None else find_gpu(gpu)
     if not dry_run:
         check_output(target, [weights] if weights else [])

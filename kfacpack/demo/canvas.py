@@ -1,4 +1,4 @@
-"""Functions that draw images with identical bytes on every machine: coordinates, coverage, glyphs and colours.
+"""Functions that draw images whose bytes are identical on every machine: coordinates, coverage, glyphs and colours.
 
 Conventions: the functions process N images at a time; a field is a float32 array (N, size, size). Coordinates run from
 -1 to 1 over an image, with x to the right and y down. A coverage is a field between 0 (background) and 1 (ink).

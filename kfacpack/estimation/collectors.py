@@ -231,7 +231,7 @@ class WholeCollector(Collector):
 
 
 class VectorCollector(WholeCollector):
-    """Collects G for a parameter that is not the matrix of a product, such as a bias or a scale.
+    """Collects G for a parameter that is not used as a matrix in a product, for example a bias or a scale.
 
     Args:
         planned: The planned block.

@@ -247,7 +247,7 @@ class StreamFiles:
         try:
             save_file(content, path, {"description": json.dumps(description)})
         except (SafetensorError, OSError) as error:
-            raise KfacpackError(f"{path}: cannot be written: {error}. Free disk space, then use --resume") from error
+            raise KfacpackError(f"{path}: cannot be written: {error}. Free up disk space, then use --resume") from error
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
         """Reads the tensors and the description from a file that `save` has written.

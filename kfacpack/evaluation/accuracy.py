@@ -237,7 +237,7 @@ def score(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Score:
-    """Returns the score of a model with α times a task vector, for a single α; see `scores`."""
+    """Returns the score of a model to which α times a task vector is added; see `scores`."""
     return scores(model, head, evaluation_set, vector, (alpha,), batch_size=batch_size, on_progress=on_progress)[0]
 
 

@@ -313,7 +313,7 @@ def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 def _in_unit(value: float, unit: float) -> str:
     """Divides a value by a unit, and formats the quotient without an exponent.
 
-    Quotients from 100 on are rounded to integers, smaller ones to two significant digits.
+    Quotients of 100 or more are rounded to integers, and smaller ones to two significant digits.
     """
     scaled = value / unit
     return f"{scaled:.0f}" if abs(scaled) >= 99.5 else f"{scaled:.2g}" if abs(scaled) >= 5e-5 else "0"

@@ -271,7 +271,7 @@ class MethodSection(PlanSection):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: Any) -> Any:
-        """Expands a method that is given only by its name to a mapping, and fills in the label."""
+        """Converts a method that is given only by name into a mapping, and adds a label if there is none."""
         value = {"name": value} if isinstance(value, str) else value
         if not isinstance(value, dict) or "label" in value:
             return value

@@ -152,7 +152,7 @@ def _require_same_keys(context: RunContext, keys: Mapping[str, Any], node: str) 
     for name, value, expected in pairs:
         if value != expected:
             problem = f"Ray node {node}: {name} is {value}, expected {expected} as on the machine that runs the command"
-            raise KfacpackError(f"{problem}. Install the same versions and copy the same files to all nodes")
+            raise KfacpackError(f"{problem}. Install the same versions on all nodes, and copy the same files to them")
 
 
 class RayWorker(StageWorker):

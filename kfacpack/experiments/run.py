@@ -152,7 +152,7 @@ class RunContext:
         return self._fingerprints[task, split]
 
     def _with_files(self, task: str, split: str, examples: str) -> str:
-        """Combines a fingerprint of examples with the files of their split and the names of the classes.
+        """Returns a hash of the fingerprint of examples, the listing of their files, and the class names.
 
         The fingerprint covers only some of the examples, whereas the files contain all of them. The names are included
         because heads depend on them.

@@ -108,8 +108,8 @@ def push(
     """
     name, at = parse_repository(repository)
     if at:
-        problem = "a push does not accept @revision"
-        raise HubError(repository, problem, "Pass the repository without @revision, and the branch as revision")
+        remedy = "Pass the repository without @revision, and pass the branch as revision (--revision)"
+        raise HubError(repository, "a push does not accept @revision", remedy)
     paths = [files] if isinstance(files, str | os.PathLike) else list(files)
     items = [(path, _open_artifact(path)) for path in paths]
     if not items:

@@ -65,7 +65,7 @@ class MergeInput:
 
     @cached_property
     def parents(self) -> tuple[Parent, ...]:
-        """The unmerged bundles of which the input consists, with their weights. There is at least one."""
+        """The original bundles that were merged into the input, with their weights; otherwise the input itself."""
         if merge := self.curvature.about.merge:
             return merge.parents
         task, size = (self.source.task, self.source.dataset_size) if self.source else (None, self._example_count())

@@ -264,7 +264,7 @@ class Trainer:
 
     @cached_property
     def _own_head(self) -> Head:
-        """The head or, if the task is a class split NAME@k/n, the rows of the head for the classes of this part."""
+        """The head or, if the task is a class split NAME@k/n, the rows of the head for the classes of part k."""
         head, own = self.head, own_classes(self.task)
         if own is None:
             return head

@@ -311,7 +311,7 @@ def _match_bundles(
     """Checks the bundles, and assigns them to the two inputs of the method.
 
     Bundles in `own` are assigned to index 0, the vector itself. Bundles in `reg` are assigned to index 1, the vector
-    with α = 0.
+    multiplied by zero, which is the target for the other tasks.
     """
     require_tasks(tau, "the vector")
     for name, bundles in (("own", own), ("reg", reg)):

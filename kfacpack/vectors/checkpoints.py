@@ -436,7 +436,7 @@ def _best_prefix(
     if not counts:
         first = abbreviate((repr(printable(name)) for name in names), limit=3) or "none"
         problem = "has no tensor with the name and shape of a parameter of the base model"
-        raise TaskVectorError(f"{source}: {problem}. Its tensors are {first}; the architecture may be different")
+        raise TaskVectorError(f"{source}: {problem}. Its tensors: {first}. The architecture may be another one")
     count = max(counts.values())
     best, *others = [prefix for prefix, matches in counts.items() if matches == count]
     unchanged = Prefix("", False)

@@ -396,7 +396,7 @@ def _match_adapter(
             (heads if is_head(name) else unexpected).append(name)
     if unexpected:
         problem = f"changes {len(unexpected)} parameters that the base model does not have ({_first(unexpected)})"
-        raise TaskVectorError(f"{source}: is not an adapter for {weights.name}: it {problem}")
+        raise TaskVectorError(f"{source}: not an adapter for {weights.name}, because it {problem}")
     if match.prefix.text:
         change = "added to" if match.prefix.is_added else "removed from"
         on_note(f"the prefix {match.prefix.text!r} was {change} the names of the adapter")

@@ -122,7 +122,7 @@ class CurvatureMethod(BlockMethod):
     iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
 
     def _absolute_damping(self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle]) -> float:
-        """Returns κ v / ‖τ‖², where κ is `negligible_drift`, v the scale of f and ‖τ‖² the mean over the vectors.
+        """Returns κ v / ‖τ‖²: κ is `negligible_drift`, v the scale of f, and ‖τ‖² the vectors' mean squared norm.
 
         Raises:
             KfacpackError: If f is not normalised and no bundle records its scale.

@@ -85,7 +85,7 @@ class TiesMethod(MergeMethod):
 
 
 def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
-    """Finds the smallest magnitude that is kept if the share `keep` of all entries is kept.
+    """Finds the smallest magnitude among the largest entries, which make up the share `keep` of all entries.
 
     Only one parameter is in memory at a time. Magnitudes in float32 have the same order as their bits read as integers.
     A first pass counts the magnitudes by the upper half of their bits, which gives the upper half of the threshold. A
