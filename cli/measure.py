@@ -272,8 +272,8 @@ def measure(
 
     drift: the change in f on a task as predicted by its bundle, compared with the measured change.
 
-    interference: the change in f that each vector causes on each task, as predicted by the bundles without data or
-    model, and the layers that contribute most to it.
+    interference: the change in f that each vector causes on each task, as predicted from the bundles alone,
+    without data or a model, and the layers that contribute most to it.
 
     spectra: the eigenvalues of a bundle's matrices.
     """

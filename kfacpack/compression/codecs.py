@@ -136,7 +136,7 @@ class BlockCodec(Codec):
     def parse(cls, argument: str | None) -> BlockCodec:
         """Builds the codec from the number of blocks, such as "8"."""
         if (count := parse_count(argument)) is None:
-            raise cls.argument_error(argument, "where K is the number of diagonal blocks, such as block:8")
+            raise cls.argument_error(argument, "where K is the number of diagonal blocks; for example, block:8")
         return cls(count)
 
     def __str__(self) -> str:
@@ -171,7 +171,7 @@ class PruneCodec(Codec):
     def parse(cls, argument: str | None) -> PruneCodec:
         """Builds the codec from the percentage of entries to keep, such as "15%"."""
         if (fraction := parse_percentage(argument)) is None:
-            raise cls.argument_error(argument, "where P is the percentage of entries to keep, such as prune:15%")
+            raise cls.argument_error(argument, "where P is the percentage of entries to keep; for example, prune:15%")
         return cls(fraction)
 
     def __str__(self) -> str:
@@ -212,8 +212,8 @@ class SvdCodec(Codec):
         if size is None:
             raise cls.argument_error(
                 argument,
-                "where R is the rank and P the rank as a percentage of the side length of the matrix, such as svd:32 "
-                "or svd:25%",
+                "where R is the rank and P the rank as a percentage of the side length of the matrix; for example, "
+                "svd:32 or svd:25%",
             )
         return cls(size)
 

@@ -233,8 +233,8 @@ class CurvatureAccumulator:
         for collector in self._collectors:
             steps = graph.find_path(self._parameters[collector.planned.parameter], collector.planned.path)
             if steps is None:
-                problem = "is used differently than in the first batch; a model whose operations depend on its input"
-                raise KfacpackError(f"parameter {collector.planned.parameter!r} {problem} cannot be estimated")
+                problem = "is used differently than in the first batch; models whose operations depend on their input"
+                raise KfacpackError(f"parameter {collector.planned.parameter!r} {problem} are not supported")
             collectors[steps[-1].node].append((collector, steps))
         return collectors
 

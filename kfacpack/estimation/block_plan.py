@@ -101,7 +101,7 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
             layout = trace.layout_of_zero(trace.gradients[node])
         if layout is None:
             problem = f"the result of {operation_name(node)!r}, which uses it, is shared by all examples"
-            raise KfacpackError(f"parameter {name!r} cannot be estimated: {problem}. {_EXCLUDE_HINT}")
+            raise KfacpackError(f"the curvature of parameter {name!r} cannot be estimated: {problem}. {_EXCLUDE_HINT}")
         usages.append(ParamUsage(name, parameter, steps, operation_of(steps[-1]), layout))
     return usages
 
@@ -373,7 +373,7 @@ def _layout_of_rows(trace: ModelTrace, name: str, gradients: tuple[Tensor, ...])
     layout = trace.layout_of(gradients) or trace.layout_of_zero(gradients)
     if layout is None:
         problem = "the examples cannot be told apart in the output gradient of its operation"
-        raise KfacpackError(f"parameter {name!r} cannot be estimated: {problem}. {_EXCLUDE_HINT}")
+        raise KfacpackError(f"the curvature of parameter {name!r} cannot be estimated: {problem}. {_EXCLUDE_HINT}")
     return layout
 
 

@@ -172,7 +172,7 @@ class KroneckerCollector(Collector):
                 self._collect_inputs(operation.inputs(node), kept, examples)
             elif collected[self.planned.inputs] != identity:
                 problem = "shared its inputs with another block in the first batch, but not in this batch"
-                remedy = "a model whose operations depend on its input cannot be estimated"
+                remedy = "models whose operations depend on their input are not supported"
                 raise KfacpackError(f"block {self.planned.name!r} {problem}; {remedy}")
         if self._reduce:
             gradients = sums(gradients.to(self._dtype), layout, examples, kept)
@@ -261,7 +261,7 @@ class VectorCollector(WholeCollector):
                 f"block {self.planned.name!r}: expected a gradient with {self._G.total.side} elements, as in the first "
                 f"batch, got {vectors.shape[1]}"
             )
-            raise KfacpackError(f"{problem}; a model whose operations depend on its input cannot be estimated")
+            raise KfacpackError(f"{problem}; models whose operations depend on their input are not supported")
         self._G.add(vectors)
 
 

@@ -87,7 +87,8 @@ def estimate(
         The curvature.
 
     Raises:
-        KfacpackError: If an option is not supported, there are no batches, or a parameter cannot be estimated.
+        KfacpackError: If an option is not supported, there are no batches, or the curvature of a parameter cannot be
+            estimated.
 
     Example:
         >>> curvature = kp.estimate(model, ((x,) for x, _ in loader), params=["*.weight"])
@@ -199,7 +200,8 @@ def begin_accumulation(
         An accumulator for the planned blocks, to which no batch has been added.
 
     Raises:
-        KfacpackError: If a parameter cannot be estimated, or f does not depend on a parameter in `params`.
+        KfacpackError: If the curvature of a parameter cannot be estimated, or f does not depend on a parameter in
+            `params`.
     """
     trace, plan = _trace_and_plan(forward, batch, parameters, options)
     settings = options.settings(next(iter(parameters.values())).dtype, device_of(parameters))

@@ -395,7 +395,7 @@ def matrix_operation_of(step: GraphStep) -> MatrixOperation:
     operation = MATRIX_OPERATIONS[key]
     if not operation.supports(step.node):
         problem = f"{key[0]!r} was a plain product in the first batch, but is now scaled, grouped or batched"
-        raise KfacpackError(f"{problem}; a model whose operations depend on its input cannot be estimated")
+        raise KfacpackError(f"{problem}; models whose operations depend on their input are not supported")
     return operation
 
 

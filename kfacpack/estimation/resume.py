@@ -300,7 +300,7 @@ class ArgumentEncoder:
         if value is None or isinstance(value, bool | int | float | str):
             return {"value": value}
         problem = f"its layers receive an argument of type {type(value).__name__}"
-        raise KfacpackError(f"the model cannot be estimated layer by layer: {problem}. {ORDINARY}")
+        raise KfacpackError(f"the curvature cannot be estimated layer by layer: {problem}. {ORDINARY}")
 
 
 def decode_arguments(entry: Any, tensors: Mapping[str, Tensor]) -> Any:

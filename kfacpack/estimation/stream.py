@@ -166,7 +166,8 @@ class LayerStream:
                 their kind.
 
         Raises:
-            KfacpackError: If a parameter cannot be estimated, or the model cannot be divided into segments.
+            KfacpackError: If the curvature of a parameter cannot be estimated, or the model cannot be divided into
+                segments.
         """
         size = batch_size_of(batch)
         if size is None:
@@ -251,7 +252,7 @@ class LayerStream:
         in_stem, in_head = ({name for block in plan.blocks for name in block.parameters} for plan in (stem, head))
         if both := sorted(in_stem & in_head):
             problem = f"parameter {both[0]!r} is used both before the first layer and after the last layer"
-            raise KfacpackError(f"{problem}, so the model cannot be estimated layer by layer. {ORDINARY}")
+            raise KfacpackError(f"{problem}, so the curvature cannot be estimated layer by layer. {ORDINARY}")
 
     def accumulator(
         self, plan: BlockPlan, parameters: Mapping[str, Tensor], reference: tuple[int, Tensor] | None = None

@@ -230,10 +230,10 @@ def output_changes(
 
 
 def passes_needed(vectors: Sequence[TaskVector]) -> int:
-    """Returns the number of passes over the examples in `output_changes`.
+    """Returns how many passes over the examples `output_changes` makes.
 
     In the linear regime, one pass computes f and every J τ. In other regimes, there is one pass for f and one for each
-    vector: a vector is added to the weights once for all batches, because this takes longer than a forward pass.
+    vector. Adding a vector to the weights takes longer than a forward pass, so it is added once for all batches.
     """
     return 1 if vectors[0].is_linear else 1 + len(vectors)
 

@@ -59,7 +59,7 @@ class EstimateStage(BundleStage):
 
     @property
     def variant(self) -> str:
-        """Structure, seed and any settings that differ from the plan's section `curvature`, as used in file names."""
+        """Structure, seed and any settings that differ from the plan's `curvature` section, as used in file names."""
         usual = self.context.plan.curvature.model_dump()
         others = [f".{key}-{value}" for key, value in self.section.model_dump().items() if value != usual[key]]
         return f"{self.structure}.seed-{self.seed}{''.join(others)}"

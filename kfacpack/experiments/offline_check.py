@@ -82,7 +82,7 @@ class StandInSplit:
 
 @dataclass(frozen=True)
 class StandInTask:
-    """Stand-in for a published task, without its data. Implements the protocol `Task`."""
+    """Stand-in for a published task, without its data. Implements the `Task` protocol."""
 
     definition: PublishedTask
 
@@ -245,7 +245,7 @@ class _Sizes:
     def forecast(self, stage: EstimateStage) -> Forecast:
         """Returns a forecast of the blocks of a bundle.
 
-        The forecast assumes one example and one probe, because the blocks depend on neither number.
+        The forecast assumes one example and one probe, because the sizes of the blocks depend on neither number.
         """
         if stage.structure not in self._forecasts:
             options = replace(stage.options, fisher="mc", samples=1, compress=None)

@@ -230,8 +230,8 @@ def _compare_weights(files: Mapping[str, UnpickledTensors], model: Model) -> boo
     """Checks that factors were computed at the model's weights. Returns False if the required factors are missing.
 
     The gradient h with respect to the output of the last norm is P g, where g is the gradient with respect to the
-    output of the projection P. Therefore Σ h hᵀ, which is ffT of the norm's bias, equals P (Σ g gᵀ) Pᵀ. Shapes cannot
-    replace this check, because other models of the same width have the same shapes.
+    output of the projection P. Therefore Σ h hᵀ, which is ffT of the norm's bias, equals P (Σ g gᵀ) Pᵀ. Comparing
+    shapes is not enough, because other models of the same width have the same shapes.
     """
     bias = files["ffT"].specs.get("ln_post.bias")
     weight = model.module.state_dict().get(f"{TOWER}{PROJECTION}")

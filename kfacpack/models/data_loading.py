@@ -232,7 +232,7 @@ def _num_workers(sources: Sequence[SplitSource]) -> int:
 
 
 def _needs_decoding(split: Split) -> bool:
-    """Returns whether a split contains encoded images. Images of embedded tasks are decoded already."""
+    """Returns whether a split contains encoded images. Images of embedded tasks are already decoded."""
     if not len(split):
         return False
     try:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from kfacpack.errors import KfacpackError
 from kfacpack.models.functional import Forward, ModelInput, call_model, tensors_of
 
-ORDINARY = "Estimate the model without --stream (stream=False)"
-"""Remedy for a model that cannot be estimated layer by layer."""
+ORDINARY = "Estimate it without --stream (stream=False)"
+"""Remedy for a model whose curvature cannot be estimated layer by layer."""
 
 HIDDEN = "hidden_states"
 """Keyword argument by which some models of transformers pass the hidden states to a layer."""
@@ -144,7 +144,7 @@ class LayerList:
             batch: A small batch on the device of the model.
 
         Raises:
-            KfacpackError: If the layers return more than hidden states, are not called one after another, or
+            KfacpackError: If the layers return anything besides hidden states, are not called one after another, or
                 receive other arguments that depend on parameters; or if f depends on the output of a layer other than
                 the last.
         """
@@ -162,7 +162,7 @@ class LayerList:
         """Runs the first layer on a small batch, to determine whether layers return a tensor or a tuple.
 
         Raises:
-            KfacpackError: If the first layer returns more than hidden states.
+            KfacpackError: If the first layer returns anything besides hidden states.
         """
         hidden, calls = self._record(batch, first_only=True)
         with self.loaded(0) as layer, torch.no_grad():
@@ -272,7 +272,7 @@ class LayerList:
         if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not tensors_of(output[1:]):
             rest = output[1:]
             return lambda hidden: (hidden, *rest)
-        self._refuse("its layers return more than hidden states")
+        self._refuse("its layers return more than one tensor of hidden states")
         raise AssertionError
 
     def _require_own_parameters(self) -> None:
@@ -286,7 +286,7 @@ class LayerList:
 
     def _refuse(self, reason: str) -> None:
         name = type(self._module).__name__
-        raise KfacpackError(f"{name} cannot be estimated layer by layer: {reason}. {ORDINARY}")
+        raise KfacpackError(f"the curvature of {name} cannot be estimated layer by layer: {reason}. {ORDINARY}")
 
 
 def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
@@ -312,8 +312,9 @@ def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
         if size > most:
             best, most = name, size
     if not best:
-        problem = f"{type(module).__name__} cannot be estimated layer by layer: no list of layers of the same type"
-        raise KfacpackError(f"{problem} contains selected parameters. {ORDINARY}")
+        problem = f"the curvature of {type(module).__name__} cannot be estimated layer by layer"
+        reason = "no list of layers of the same type contains selected parameters"
+        raise KfacpackError(f"{problem}: {reason}. {ORDINARY}")
     return best
 
 

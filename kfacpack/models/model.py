@@ -75,7 +75,7 @@ class CachedRepository:
 
     @property
     def is_for_transformers(self) -> bool:
-        """Whether the repository has safetensors weights and a tokenizer, as `t5:`, `lm:` and `hf:` models need."""
+        """Whether the repository has safetensors weights and a tokenizer, which `t5:`, `lm:` and `hf:` models need."""
         return self.has_safetensors and any(name in self.files for name in ("tokenizer.json", "tokenizer_config.json"))
 
 

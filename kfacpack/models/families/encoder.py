@@ -57,7 +57,7 @@ class EncoderFamily:
             columns = text_columns(examples, f"hf:{name}", task)
             if len(columns) > 2:
                 problem = f"expects one text or a pair of texts, but {task!r} has the columns {', '.join(columns)}"
-                raise KfacpackError(f"hf:{name} {problem}; remove the other columns from the data")
+                raise KfacpackError(f"hf:{name} {problem}; keep at most two text columns in the data")
             tokens = tokenizer(*columns.values(), padding=True, truncation=True, max_length=limit, return_tensors="pt")
             return dict(tokens)
 
