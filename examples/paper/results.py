@@ -218,6 +218,8 @@ def section(name: str, plan: PlanPage, results: Results | None, figures: str) ->
     for claim in plan.claims:
         verdict, reason = claim.decide(results)
         lines.append(f"- **{claim.text}: {verdict}.** {reason}")
+    if plan.note:
+        lines += ["", plan.note]
     if results.content.get("seeds"):
         seeds, tasks = len(results.content["seeds"]), len(results.content["tasks"])
         lines += ["", f"{results.content['model']}, {tasks} tasks, {seeds} seeds; base model {percent(results.base)}."]
