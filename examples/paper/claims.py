@@ -63,8 +63,8 @@ PLANS: dict[str, PlanPage] = {
         ),
         {"without": "76.7 (best 78.8)", "diagonal": "80.1 (80.2)", "kfac": "85.8 (86.0)", "tjp": "85.0 (85.6)"},
         figures=("sweeps", "maps"),
-        note="τJp sees examples of one other task in each step. Its λ, 0.2, is the one of 0.05, 0.2, 1, 5 and 25 with the "
-        "most accurate sum for seed 3, which is not one of the three seeds: 64.2, 65.1, 62.1, 48.1 and 46.0 % "
+        note="τJp sees examples of one other task in each step. Its λ, 0.2, is the one of 0.05, 0.2, 1, 5 and 25 with "
+        "the most accurate sum for seed 3, which is not one of the three seeds: 64.2, 65.1, 62.1, 48.1 and 46.0 % "
         "(`addition.yaml` with `seeds: [3]` and this `strength`).",
     ),
     "nonlinear": PlanPage(
