@@ -96,7 +96,7 @@ def test_every_method_with_its_settings(method, options, settings, three, tmp_pa
 def test_the_help_describes_every_method():
     result = " ".join(run("add", "--help").stdout.replace("│", " ").split())
     assert all(f"{method}:" in result for method in METHODS)
-    assert "not the mean" in result
+    assert "not of their mean" in result
 
 
 def test_a_vector_plus_its_negation_is_zero(three, tmp_path):

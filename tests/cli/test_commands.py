@@ -308,7 +308,7 @@ def test_brackets_in_help_texts_are_shown():
     """rich would take them for markup."""
     shown = CliRunner().invoke(app, ["estimate", "--help"], env={"COLUMNS": "200"}).stdout
     assert "OWNER/REPO[@REVISION][/CONFIG]" in shown
-    assert "[default: detected]" in shown
+    assert "[default: chosen by name or type]" in shown
 
 
 @pytest.mark.parametrize(

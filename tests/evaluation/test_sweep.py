@@ -146,7 +146,7 @@ def test_invalid_alphas_and_vectors_are_refused(model, head, evaluation_set):
         scores(model, head, evaluation_set, vector, [])
     with refused(KfacpackError, "alpha nan", "finite"):
         scores(model, head, evaluation_set, vector, [1.0, float("nan")])
-    with refused(KfacpackError, "alpha 0.5", "pass a vector"):
+    with refused(KfacpackError, "alpha 0.5", "no vector"):
         score(model, head, evaluation_set, alpha=0.5)
     with refused(KfacpackError, "toy, split 'test', examples 0 to 63: f contains NaN"):
         score(model, head, evaluation_set, vector=random_vector(model, size=float("inf")))

@@ -167,7 +167,7 @@ CHANGES = {
         lambda sums: {**sums, "ln_post.bias": 1.1 * sums["ln_post.bias"]},
         ("not computed at the weights", "_ffT.pt"),
     ),
-    "counts differ": ("num_ggT", lambda count: count + 1, ("aaT has 5 examples", "ggT has 6")),
+    "counts differ": ("num_ggT", lambda count: count + 1, ("records 6 examples for ggT", "5 for aaT")),
     "no examples": ("num_aaT", lambda count: count * 0, ("0 examples",)),
     "a dictionary of counts": ("num_aaT", lambda count: {"n": count}, ("expected one number",)),
 }

@@ -335,7 +335,7 @@ def test_every_vector_has_its_own_metrics_file(tmp_path):
     assert len(set(paths)) == len(names)
     assert metrics_path(tmp_path / "v1.0.safetensors") == tmp_path / "v1.0.metrics.jsonl"
     metrics_path(tmp_path / "v1.1").mkdir()
-    with refused(kp.KfacpackError, "v1.1-metrics.jsonl: is a folder", "Move it"):
+    with refused(kp.KfacpackError, "v1.1-metrics.jsonl: is a folder", "Move the folder"):
         job().run(tmp_path / "v1.1")
 
 
