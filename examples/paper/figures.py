@@ -64,6 +64,7 @@ def sweeps(results: Results, figure: Any) -> None:
             right.plot(place, [quantiles[0], quantiles[4]], color=color, lw=1)
             right.plot(place, quantiles[1:4:2], color=color, lw=6, solid_capstyle="butt", label=label)
     right.set_yscale("log")
+    right.set_ylim(top=5 * right.get_ylim()[1])  # space for the legend
     right.set_xticks(range(len(located)), located, rotation=30, ha="right")
     right.set_ylabel("‖Δf‖²")
     right.legend(frameon=False, fontsize=8)
