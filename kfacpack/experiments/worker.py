@@ -132,6 +132,11 @@ class _WorkerProcess:
 
     def __init__(self) -> None:
         self._stop = threading.Event()
+        # A forked process closes sys.stdin, which would wait for the thread that reads it. Only this copy is read.
+        self._input = os.fdopen(os.dup(0), "rb")
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
         # Libraries may print to stdout; only messages may reach the pipe.
         self._output = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
@@ -187,7 +192,7 @@ class _WorkerProcess:
 
     def _read(self) -> None:
         """Receives messages. When the scheduling process exits, the input ends, and this process exits as well."""
-        for line in sys.stdin.buffer:
+        for line in self._input:
             message = json.loads(line)
             if "stop" in message:
                 self._stop.set()

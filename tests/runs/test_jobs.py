@@ -60,6 +60,17 @@ def expected(tmp_path_factory):
     return (root / RESULTS).read_bytes()
 
 
+def test_image_files_are_decoded_in_processes_that_a_worker_forks(tmp_path):
+    """A thread of the worker reads its input. Forked processes close their stdin, which must not block."""
+    write_images(tmp_path / "mine", {split: {"red": 6, "blue": 6} for split in ("train", "validation", "test")})
+    plan = TEXT.replace("weaves]", "{name: mine, data: mine}]")
+    (tmp_path / "plan.yaml").write_text(plan)
+    with Python("-m", "kfacpack_cli", "run", tmp_path / "plan.yaml", "-o", tmp_path / "out", "--jobs", 2) as process:
+        result = process.wait(240)
+    assert result.returncode == 0, result.stderr
+    assert any(stage.startswith("vectors/mine") for stage in finished_in(tmp_path / "out"))
+
+
 def events_of(root):
     lines = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
     for line in lines:
