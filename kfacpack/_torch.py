@@ -77,7 +77,7 @@ def saved(node: Node, name: str) -> Any:
         return getattr(node, f"_saved_{name}")
     except AttributeError as error:
         problem = f"torch {torch.__version__} does not save the argument {name!r} of {node.name()!r}"
-        raise KfacpackError(f"{problem}; use a torch version that kfacpack is tested with (2.13)") from error
+        raise KfacpackError(f"{problem}; use torch 2.13, with which kfacpack is tested") from error
 
 
 def product_scales(node: Node) -> tuple[Any, Any]:

@@ -67,7 +67,7 @@ def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
     Args:
         tau: Changes to parameters, by name.
         shapes: Shapes of all covered parameters, by name.
-        owner: Name of the covering object, such as "curvature", for error messages.
+        owner: Name of the variable in the example of the error message, such as "curvature".
 
     Raises:
         TaskVectorError: If the task vector is empty or does not match the covered parameters.
@@ -80,7 +80,7 @@ def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
             raise TaskVectorError(f"parameter {name!r}: expected a tensor, got {type(tensor).__name__}")
         if name not in shapes:
             raise TaskVectorError(
-                f"parameter {name!r} is not covered by this {owner}{did_you_mean(name, shapes)} "
+                f"parameter {name!r} is not among the covered parameters{did_you_mean(name, shapes)} "
                 "To drop all parameters that are not covered, use "
                 f"{{name: value for name, value in tau.items() if name in {owner}.parameters}}"
             )

@@ -92,7 +92,7 @@ class Plan(PlanSection):
                 section = arm.curvature if "metric" in arm.curvature.model_fields_set else info.data["curvature"]
                 arm._metric = section.metric
             if not re.fullmatch(r"[\w.+ -]+", name) or name.startswith("."):
-                raise ValueError(f"arm name {name!r}: expected letters, digits, spaces and -_.+, without a leading dot")
+                raise ValueError(f"arm name {name!r}: expected letters, digits, spaces and any of `-_.+`, without a leading dot")
         return arms
 
     def contradiction(self) -> tuple[KeyPath, str] | None:

@@ -146,7 +146,7 @@ class ImagePreprocessing(NamedTuple):
         return f"resize ({interpolation}, {size}), crop to {self.crop}x{self.crop}, {values}"
 
     def transform(self, image: Image.Image) -> Tensor:
-        """Returns the pixels that transformers' image processor computes for an RGB image, (3, crop, crop)."""
+        """Returns the pixels, (3, crop, crop), that transformers' image processor computes for an RGB image."""
         width, height = image.size
         if isinstance(self.resize, int):
             short, long = min(width, height), max(width, height)
