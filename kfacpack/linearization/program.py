@@ -426,10 +426,7 @@ class Program:
     def _define(
         self, name: str, values: str, numbers: Sequence[int], lines: Iterable[str], *extra: str, on_cpu: bool = False
     ) -> Callable[..., Any]:
-        """Defines a function whose arguments are a list of values, the state of the model, and `extra`.
-
-        Unless it is compiled, the function clears the list, so that its values can be freed early.
-        """
+        """Defines a function of a list of values, the state of the model, and `extra`; it may clear the list."""
         state = [self._name(number) for number in self._recorder.state]
         body = [
             f"[{', '.join(self._name(number) for number in numbers)}] = {values}",
