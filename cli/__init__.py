@@ -10,7 +10,7 @@ from typing import TextIO
 
 
 def run() -> None:
-    """Runs the `kfacpack` command. Ctrl-C and SIGTERM are handled before the commands are imported."""
+    """Runs the `kfacpack` command. Ctrl-C and SIGTERM end it with exit code 130, even during the imports."""
     try:
         # By default, SIGTERM ends the process without removing temporary files, and the exit code is not 130.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -24,8 +24,8 @@ def run() -> None:
 def _null_stream() -> TextIO:
     """Returns a stream that writes to the null device, as a replacement for a closed stdout or stderr.
 
-    It occupies the file descriptor of the closed stream. Otherwise, the next file to be opened would get this
-    descriptor and would receive what is written to stdout or stderr.
+    The new stream takes the file descriptor of the closed one. Otherwise, the next file to be opened would get this
+    descriptor, and output for stdout or stderr would be written to that file.
     """
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 

@@ -50,12 +50,12 @@ SAVE_MODEL = option(
     None,
     "--save-model",
     metavar="PATH",
-    help="Also write the model with the vector added: a .safetensors file for open_clip and timm: models, a folder for "
-    "clip:, t5:, lm: and hf: models. --model, --weights and --image-size select the model.",
+    help="Also save the model with the resulting vector added. PATH is a .safetensors file for open_clip and timm: "
+    "models, and a folder for clip:, t5:, lm: and hf: models. --model, --weights and --image-size select the model.",
 )
 LINEARISED_NOTE = (
     "the vector was trained in the linearised model f + J τ; the saved model has the weights θ0 + τ, and its outputs "
-    "differ from those of the linearised model. `kfacpack eval --vector` evaluates the linearised model"
+    "differ from those of the linearised model. To evaluate the linearised model, use `kfacpack eval --vector`"
 )
 
 
@@ -82,20 +82,22 @@ class ModelOutput:
         check_output(output, inputs)
         if self.path is None:
             if self.weights or self.image_size:
-                raise KfacpackError("--weights and --image-size select the model to save; pass --save-model as well")
+                raise KfacpackError(
+                    "--weights and --image-size apply only to the model to save; pass --save-model PATH, or omit them"
+                )
             return
         check_output(self.path, [*inputs, *([self.weights] if self.weights else [])], allow_folder=True)
         if self.path.resolve() == output.resolve():
-            raise KfacpackError(f"{output}: the vector and the model must be written to different files")
+            raise KfacpackError(f"{output}: --output and --save-model name the same file; pass different paths")
 
 
 class AddendOutput(TypedDict):
-    """A vector that is part of the result. An input that is itself a sum is replaced by its addends."""
+    """A task vector that contributes to the result. If an input is itself a sum, its addends are listed instead."""
 
     sha256: str
     """Digest of the vector's file."""
     coefficient: float
-    """Factor by which the vector is multiplied in the result."""
+    """Factor by which the vector was multiplied."""
     tasks: list[str]
 
 
@@ -104,9 +106,9 @@ class SavedModelOutput(TypedDict):
 
     path: str
     load: str
-    """Command or call that loads the model."""
+    """Python call that loads the model."""
     note: str | None
-    """Explanation, if the outputs of the saved model differ from those of the trained model; null otherwise."""
+    """Why the outputs of the saved model differ from those of the trained model; null if they do not differ."""
 
 
 class VectorOutput(TypedDict):
@@ -122,25 +124,25 @@ class VectorOutput(TypedDict):
     regime: RegimeName
     tasks: list[str]
     parameters: int
-    """Number of parameters that the vector changes."""
+    """Number of parameters that the vector covers."""
     addends: list[AddendOutput]
     model: SavedModelOutput | None
     """The saved model; null without `--save-model`."""
 
 
 class SolvedBlockOutput(TypedDict):
-    """Report on one block that a merge method with curvature has computed.
+    """Report on one block of a vector that was merged with curvature.
 
-    In directions without curvature, the result is the prior of the method, for example the sum of the vectors.
+    In directions without curvature, the result equals the prior of the method, such as the sum of the vectors.
     """
 
     name: str
     curvature: bool
     """Whether a bundle covers the block. If not, the whole block is taken from the prior."""
     iterations: int
-    """Number of iterations; 0 for a direct solution."""
+    """Number of iterations of the solver; 0 if the block was solved directly."""
     residual: float
-    """Norm of the residual of the linear system that is solved for the block, relative to its right-hand side."""
+    """Norm of the residual of the block's linear system, divided by the norm of the right-hand side."""
     before: float
     """Value of the method's objective for the prior."""
     after: float
@@ -150,7 +152,7 @@ class SolvedBlockOutput(TypedDict):
 
 
 class MethodOutput(TypedDict):
-    """The method that produced a vector, with its settings and results."""
+    """The merge method that produced a vector, with its settings and its reports on the blocks."""
 
     method: str
     settings: dict[str, bool | int | float | str]
@@ -167,7 +169,7 @@ class AddOutput(VectorOutput, MethodOutput):
     scale: str
     """Meaning of α for this method."""
     alphas: list[float]
-    """Factor α of each vector."""
+    """Factor α of each vector, in the order of the vectors."""
 
 
 def write(
@@ -185,14 +187,17 @@ def write(
     Args:
         tau: The vector.
         output: Output path of the vector.
-        target: The model to save. Nothing is written if the vector does not match the model.
+        target: The model to save, if any.
         start: Value of `time.perf_counter()` at the start of the command.
         show: Whether to print a summary.
         quiet: Whether to suppress notes.
-        method: The method that produced the vector, with its report, of which a summary is printed.
+        method: The merge method that produced the vector. A summary of its reports is printed if `show` is true.
 
     Returns:
         The result for `--json`.
+
+    Raises:
+        KfacpackError: If the vector does not match the model to save. In this case, nothing is written.
     """
     from kfacpack.vectors.task_vector import TaskVector
 
@@ -205,7 +210,7 @@ def write(
         print_line(f"wrote {output}: {', '.join(vector.tasks)}: {size}" if vector.tasks else f"wrote {output}: {size}")
         if method:
             print_solved(method)
-    # The saved vector is used, because `tau` may compute its tensors whenever they are read.
+    # The saved vector is used, because `tau` may compute its tensors again each time they are read.
     saved = _save_model(model, vector, target.path, show=show, quiet=quiet) if model and target.path else None
     if show:
         print_next("eval", *model_arguments(vector.about.base), "--vector", output, *task_arguments(vector.tasks))
@@ -232,7 +237,7 @@ def _load_base_model(tau: TaskVector, target: ModelOutput, *, show: bool) -> Mod
         return None
     from kfacpack.curvature.matrices.components import TORCH_TYPES
 
-    # The model is loaded in the dtype that the vector was trained with, because its weights would differ otherwise.
+    # The model is loaded in the dtype in which the vector was trained. In any other dtype, the weights would differ.
     dtype: Any = str(TORCH_TYPES[tau.about.base.parameters[0].dtype]).removeprefix("torch.")
     with loading(target.model, show=show):
         model = load_model_option(target.model, target.weights, target.image_size, dtype)
@@ -254,7 +259,7 @@ def _save_model(model: Model, tau: TaskVector, path: Path, *, show: bool, quiet:
 
 
 def method_output(method: MethodEntry) -> MethodOutput:
-    """Returns a merge method and its report for `--json`."""
+    """Returns the description of a merge method and its reports for `--json`."""
     return {
         "method": method.name,
         "settings": method.settings,
@@ -275,7 +280,7 @@ def method_output(method: MethodEntry) -> MethodOutput:
 
 
 def print_solved(method: MethodEntry) -> None:
-    """Prints a summary of the reports on the blocks that a merge method with curvature has computed."""
+    """Prints a summary of the reports on the blocks of a vector that was merged with curvature."""
     if method.solved:
         before, after = method.objective
         print_line(
@@ -291,9 +296,9 @@ def print_solved(method: MethodEntry) -> None:
 
 
 def _setting_options() -> list[inspect.Parameter]:
-    """Returns one command-line option per setting of the merge methods, as parameters of a function.
+    """Returns one command-line option per setting of the merge methods, for the signature of a command.
 
-    If several methods have a setting of the same name, it becomes a single option.
+    If several methods have a setting of the same name, these settings share one option.
     """
     declared: dict[str, dict[DeclaredSetting, list[str]]] = {}
     for method in METHODS.values():
@@ -362,15 +367,16 @@ def add(
         None,
         "--alpha",
         metavar="α",
-        help="Factor α of the result. If the option is repeated, each value is the factor of one vector, in order. At "
-        "α = 1, the result of every method has the scale of the sum of the vectors, not of their mean. [default: 1]",
+        help="Factor α of the vectors. If the option is repeated, each value is the factor of one vector, in the order "
+        "of the vectors. At α = 1, the result of every method has the scale of the sum of the vectors, not of their "
+        "mean. [default: 1]",
     ),
     bundle: list[File] | None = option(
         METHOD_PANEL,
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="Bundle of a vector's task; repeatable, in any order. Required by "
+        help="Bundle of the task of a vector; repeatable, in any order. Required by the methods "
         f"{', '.join(name for name, method in METHODS.items() if method.needs_bundles)}.",
     ),
     save_model: Path | None = SAVE_MODEL,
@@ -383,11 +389,12 @@ def add(
 ) -> None:
     """Add task vectors, or merge them with another method. The result has the heads of all tasks.
 
-    The vectors must have the same base model, regime and output function f, and the same head for each task that they
-    share. Methods that use bundles take one bundle per task, matched by base model, f and task.
+    The vectors must have the same base model, regime and output function f. Vectors of the same task must also have the
+    same head. Methods that use bundles require one bundle per task. Bundles are matched to the vectors by base model, f
+    and task.
 
-    For most methods, memory use does not depend on the number of vectors. The methods tsv and iso, and those that use
-    bundles, load one layer of all vectors and bundles at a time.
+    For most methods, memory use does not depend on the number of vectors. The methods tsv, iso-cts and actmat, and
+    methods that use bundles, keep one layer of all vectors and bundles in memory at a time.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import add as add_vectors

@@ -72,7 +72,7 @@ class CompressionOutput(TypedDict):
     dense_bytes: int
     """Size of all matrices if stored as dense float32."""
     ratio: float
-    """Size of the file divided by `dense_bytes`."""
+    """Size of the compressed file divided by `dense_bytes`."""
     frobenius: float
     """Relative error of G in the Frobenius norm."""
     quadratic: QuadraticErrorOutput
@@ -97,9 +97,9 @@ def compress(
     spec: str | None = typer.Argument(
         None,
         metavar="CODEC",
-        help="How the matrices are compressed. block:K keeps K diagonal blocks. svd:R and svd:P% keep the largest R "
-        "or P% of the eigenvalues. prune:P% keeps the largest P% of the entries. int8, fp16 and bf16 are number "
-        "formats. Join codecs with +, as in block:8+int8.",
+        help="How the matrices are compressed. block:K keeps K diagonal blocks. svd:R keeps the R largest eigenvalues, "
+        "and svd:P% the largest P% of the eigenvalues. prune:P% keeps the largest P% of the entries. int8, fp16 and "
+        "bf16 store the numbers in the format of that name. Join codecs with +, as in block:8+int8.",
     ),
     output: Path | None = output_option("SMALL.kfac", None),
     budget: str | None = option(
@@ -107,15 +107,15 @@ def compress(
         None,
         "--budget",
         metavar="SIZE|P%",
-        help="Maximum file size, such as 70MB, or 10% of the size as dense float32. It replaces CODEC: the codec of "
-        "each matrix is chosen to minimise the error.",
+        help="Maximum file size: a size such as 70MB, or a percentage such as 10% of the size of all matrices as dense "
+        "float32. Pass this option instead of CODEC to choose the codec of each matrix so that the error is smallest.",
     ),
     vector: File | None = option(
         RUN_PANEL,
         None,
         "--vector",
         metavar="FILE.safetensors",
-        help="Also measure the error of τᵀGτ for this task vector τ.",
+        help="Task vector τ on which the error of τᵀGτ is also measured.",
     ),
     blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the codec, size and errors of every block."),
     dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the size and the errors without writing a file."),
@@ -126,12 +126,12 @@ def compress(
     """Compress a bundle and report the error of its curvature G and of the drift τᵀGτ that G predicts for a vector τ.
 
     The error of τᵀGτ is measured on random task vectors and on vectors along the curvature. The latter are drawn from
-    N(0, G) and are closer to trained vectors. --vector adds the error on a given vector. The errors are recorded in the
-    new bundle.
+    N(0, G) and are closer to trained vectors than the former. With --vector, the error is also measured on the given
+    vector. The errors are recorded in the new bundle.
 
-    A matrix that the codec would not make smaller is left unchanged. After block, svd or svd+int8, the matrices are
-    still positive semi-definite; after fp16 or bf16, they are so up to rounding errors. Check the results of other
-    codecs with `kfacpack verify`.
+    A matrix that the codec would not make smaller is left unchanged. The codecs block, svd and svd+int8 keep the
+    matrices positive semi-definite; fp16 and bf16 do so up to rounding errors. If you use any other codec, check the
+    result with `kfacpack verify`.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.compression.compress import choose_codecs, compress_with
@@ -176,7 +176,7 @@ def compress(
 
 
 def report_json(report: CompressionReport, size: int) -> CompressionOutput:
-    """Returns a compression report for `--json`.
+    """Returns the content of a compression report for `--json`.
 
     Args:
         report: The report.
@@ -216,17 +216,17 @@ def print_report(report: CompressionReport, heading: str, size: int) -> None:
 
     Args:
         report: The report.
-        heading: Text to print before the relative size.
+        heading: Text to print before the size relative to dense float32.
         size: Size of the compressed file in bytes.
     """
     from kfacpack.compression.compression_report import relative_error
 
     dense = human_bytes(report.dense_bytes)
-    print_line(f"{heading}: {size / report.dense_bytes:.2%} of dense float32 ({dense})")
+    print_line(f"{heading}: {size / report.dense_bytes:.2%} of the size as dense float32 ({dense})")
     error = relative_error(report.on_vector)
-    on_vector = "" if error is None else f", {error:.2g} on the task vector"
+    on_vector = "" if error is None else f", {error:.2g} on the given task vector"
     print_line(
-        f"relative error: {report.moments.frobenius:.2g} of G (Frobenius norm); of τᵀGτ "
+        f"relative error of G: {report.moments.frobenius:.2g} (Frobenius norm); relative error of τᵀGτ: "
         f"{report.moments.quadratic:.2g} on random task vectors (root mean square), {report.moments.along:.2g} "
         f"on vectors along the curvature{on_vector}"
     )
@@ -269,14 +269,14 @@ def merge(
         metavar="RULE",
         help="Merge rule. tak: one Kronecker product per block, as in the paper. optimal: the sum of --rank Kronecker "
         "products that is nearest to the exact result. stack: the exact result, which contains the products of all "
-        "bundles. shards: joins estimates of one task from different examples.",
+        "bundles. shards: the exact estimate for one task, from bundles that were estimated from different examples.",
     ),
     rank: int = option(
         MERGE_PANEL,
         1,
         "--rank",
         metavar="R",
-        help="Number of Kronecker products per block, with --rule optimal.",
+        help="Number of Kronecker products per block; used only with --rule optimal.",
     ),
     weights: str | None = option(
         MERGE_PANEL,
@@ -290,16 +290,16 @@ def merge(
         None,
         "--without",
         metavar="TASK",
-        help="Leave out this task; repeatable. If an input was merged with the rule tak and contains this task, the "
-        "bundle of this task alone must also be an input, and is subtracted.",
+        help="Leave out this task; repeatable. If an input bundle was merged with the rule tak and contains this task, "
+        "also pass the bundle of this task alone, which is then subtracted.",
     ),
     allow_partial: bool = option(
         MERGE_PANEL,
         False,
         "--allow-partial",
-        help="Allow blocks that are missing in some bundles. Such blocks are merged from the other bundles.",
+        help="Allow blocks that are missing in some bundles. Such a block is merged from the bundles that contain it.",
     ),
-    blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the error of every block."),
+    blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the approximation error of every block."),
     max_shard_size: str | None = MAX_SHARD_SIZE,
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
@@ -378,12 +378,12 @@ def _describe(merge: Merge) -> str:
 
 
 class MergeErrorsOutput(TypedDict):
-    """Relative errors in the Frobenius norm."""
+    """The approximation error and its bound, relative to the Frobenius norm of the exact result."""
 
     frobenius: float | None
-    """The approximation error; null if a task was subtracted, because the error is then unknown."""
+    """The relative approximation error; null if a task was subtracted, because the error is then unknown."""
     bound: float | None
-    """The paper's bound on the error; null if the merge is exact or the error is unknown."""
+    """The paper's bound on this error; null if the merge is exact or the error is unknown."""
 
 
 class BlockMergeOutput(MergeErrorsOutput):
@@ -391,7 +391,7 @@ class BlockMergeOutput(MergeErrorsOutput):
 
     name: str
     terms: int
-    """Total number of Kronecker terms of the block in all inputs."""
+    """Total number of Kronecker products in this block over all inputs."""
     missing: list[str]
     """Inputs that do not contain the block."""
 
@@ -405,7 +405,7 @@ class MergeReportOutput(MergeErrorsOutput):
 
 
 class ParentOutput(TypedDict):
-    """A bundle that was merged. An input that is itself a merged bundle is replaced by its parents."""
+    """A bundle that was merged. If an input is itself a merged bundle, its parents are listed instead."""
 
     sha256: str
     """Digest of the bundle."""
@@ -424,7 +424,7 @@ class MergeOutput(MergeReportOutput):
     seconds: float
     rule: str
     rank: int | None
-    """Number of Kronecker terms per block; null for rules without a rank."""
+    """Number of Kronecker products per block; null for rules without a rank."""
     parents: list[ParentOutput]
 
 
@@ -446,21 +446,19 @@ def _has_bound(report: MergeReport) -> bool:
 
 def _print_errors(report: MergeReport, rule: str) -> None:
     if report.subtracted:
-        print_line("the error after a subtraction is unknown; to measure it, merge the bundles of the other tasks")
+        print_line("the error after a subtraction is unknown; to measure it, merge the bundles of the remaining tasks")
     elif report.measured:
         total, worst = report.total, max(report.blocks, key=lambda block: block.frobenius)
         print_line(
-            f"relative error {total.frobenius:.2g} of G (Frobenius norm), at most {worst.frobenius:.2g} "
-            f"in one block ({worst.name}); the paper's bound is {total.relative_bound:.2g}"
+            f"relative error of G: {total.frobenius:.2g} (Frobenius norm), at most {worst.frobenius:.2g} "
+            f"in a single block ({worst.name}); the paper's bound is {total.relative_bound:.2g}"
         )
     elif rule == "shards":
         print_line("the merge is exact, provided that no example is in two shards (not checked)")
     else:
-        print_line("the merge is exact: no approximation error")
+        print_line("the merge is exact; there is no approximation error")
     for block in report.partial:
-        print_line(
-            f"partial: block {block.name} is missing in {', '.join(block.missing)}; it is merged from the other bundles"
-        )
+        print_line(f"block {block.name} is missing in {', '.join(block.missing)}; it is merged from the other bundles")
 
 
 def _print_merged_blocks(report: MergeReport) -> None:

@@ -112,7 +112,7 @@ def plain_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def name_cell(name: str) -> Text:
-    """Returns a table cell for a name from a file or the user; long names are wrapped, not truncated."""
+    """Returns a table cell for a name that comes from a file or the user. Long names are wrapped, not truncated."""
     return Text(printable(name), overflow="fold")
 
 
@@ -127,7 +127,7 @@ def key_value_table(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def percent(share: float | None) -> str:
-    """Formats a fraction: 0.9312 becomes '93.1%', None becomes ''."""
+    """Formats a fraction as a percentage: 0.9312 becomes '93.1%', and None becomes ''."""
     return "" if share is None else f"{share:.1%}"
 
 
@@ -148,7 +148,7 @@ class SpeedColumn(ProgressColumn):
 def _bar(
     name: str, *columns: ProgressColumn, show: bool, total: int | None = None, **fields: Any
 ) -> Iterator[Callable[..., None]]:
-    """Draws a progress bar with extra columns; yields a function that forwards its arguments to `Progress.update`."""
+    """Draws a progress bar with extra columns. Yields a function that passes its arguments on to `Progress.update`."""
     if not (show and err.is_terminal):
         # In rich 13.7, a disabled Progress prints an empty line.
         yield lambda **changes: None
@@ -187,7 +187,7 @@ def work_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int, str], Non
 
 
 class StageRows:
-    """Progress display for a plan: one bar for all stages, with the remaining time, and one for each running stage.
+    """Progress display for a plan: one bar for all stages, and one bar for each running stage.
 
     Args:
         costs: The relative cost of each pending stage, by key.
@@ -291,13 +291,18 @@ one signal from the terminal and another from its launcher."""
 
 @contextmanager
 def stop_on_interrupt(message: str) -> Iterator[Callable[[], bool]]:
-    """Stops an operation cleanly: the first Ctrl-C or SIGTERM lets the current batch finish; the second stops at once.
+    """Context manager that handles interruptions of a long operation.
+
+    After the first Ctrl-C or SIGTERM, the operation finishes the current batch. A second signal ends it immediately.
 
     Args:
-        message: Text to print after "interrupted; " when the operation has stopped. The exit code is 130.
+        message: Text to print after "interrupted; " when the operation has stopped.
 
     Yields:
         A function that returns whether a stop was requested.
+
+    Raises:
+        typer.Exit: With exit code 130, if the operation raises `Interrupted`.
     """
     from kfacpack.estimation.resume import Interrupted
 
@@ -310,7 +315,7 @@ def stop_on_interrupt(message: str) -> Iterator[Callable[[], bool]]:
         if requests:
             return
         requests.append(now)
-        show_note("stopping after this batch; press Ctrl-C again to stop at once")
+        show_note("stopping after this batch; press Ctrl-C again to stop immediately")
 
     previous = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

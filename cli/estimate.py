@@ -85,15 +85,15 @@ def estimate(
         None,
         "--shard",
         metavar="K/N",
-        help="Use only a shard of the examples: every N-th one, starting at the K-th. `kfacpack merge --rule shards` "
-        "joins the bundles of all shards.",
+        help="Use only shard K of N: every N-th example, starting at the K-th. `kfacpack merge --rule shards` joins "
+        "the bundles of all shards.",
     ),
     fisher: Fisher = option(
         ESTIMATE_PANEL,
         "mc",
         "--fisher",
-        help="How the Gauss-Newton matrix is estimated. mc: from gradients of f along random probes, which are "
-        "directions in its output space. exact: from the gradients of all output dimensions of f.",
+        help="How the Gauss-Newton matrix is estimated. mc: from gradients of f along probes, which are random "
+        "directions in the output space of f. exact: from the gradients of all output dimensions of f.",
     ),
     samples: int = option(ESTIMATE_PANEL, 1, "--samples", min=1, help="Number of probes per example with --fisher mc."),
     probe: Probe = option(
@@ -131,7 +131,9 @@ def estimate(
     ),
     seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Seed for the choice of examples and for the probes."),
     batch_size: int = option(RUN_PANEL, 32, "--batch-size", min=1, help="Number of examples per forward pass."),
-    offload: bool = option(RUN_PANEL, False, "--offload", help="Accumulate the factors in CPU memory."),
+    offload: bool = option(
+        RUN_PANEL, False, "--offload", help="Accumulate the factors in CPU memory instead of GPU memory."
+    ),
     stream: bool = option(
         RUN_PANEL,
         False,
@@ -144,8 +146,8 @@ def estimate(
         None,
         "--stream-folder",
         metavar="DIR",
-        help="Folder in which --stream stores the inputs and gradients of the layers. [default: the folder of the "
-        "output]",
+        help="Folder in which --stream stores the inputs and gradients of the layers. [default: the folder that "
+        "contains the output]",
     ),
     max_shard_size: str | None = MAX_SHARD_SIZE,
     resume: bool = RESUME,
@@ -171,13 +173,13 @@ def estimate(
     The curvature is the generalised Gauss-Newton matrix of the model output f. It measures how strongly a change to the
     weights changes f.
 
-    Ctrl-C saves the state beside the output. With --resume, the command continues from there, and the result has the
-    same bytes as that of an uninterrupted run. Processes started by torchrun or accelerate share the work:
-    `torchrun --nproc-per-node 2 -m kfacpack_cli estimate …`
+    Ctrl-C saves the state beside the output. With --resume, the command continues from this state, and the result is
+    identical, byte for byte, to that of an uninterrupted run. Processes started by torchrun or accelerate share the
+    work: `torchrun --nproc-per-node 2 -m kfacpack_cli estimate …`
 
-    With --stream, the factors of only one layer are in memory at a time; the result is the same. Intermediate files are
-    stored in a folder beside the output. If the output is named NAME.kfac.index.json, the bundle is divided into
-    several files.
+    With --stream, the factors of only one layer are in memory at a time, and the result does not change. Intermediate
+    files are stored in a folder beside the output. If the output is named NAME.kfac.index.json, the bundle is divided
+    into several files.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
@@ -193,7 +195,7 @@ def estimate(
     if stream_folder is not None and not stream:
         raise KfacpackError("--stream-folder requires --stream; add --stream or omit --stream-folder")
     if gpu is not None and not (stream and dry_run):
-        raise KfacpackError("--gpu requires both --stream and --dry-run, because it is only used for forecasts")
+        raise KfacpackError("--gpu is used only for the forecast of --stream --dry-run; add both options or omit --gpu")
     target_gpu = None if gpu is None else find_gpu(gpu)
     if not dry_run:
         check_output(target, [weights] if weights else [])
@@ -234,7 +236,7 @@ def estimate(
 
 
 class EstimateOutput(TypedDict):
-    """Output of `kfacpack estimate --json`. With `--dry-run`, the output is a forecast instead."""
+    """Output of `kfacpack estimate --json`. With `--dry-run`, a forecast is printed instead."""
 
     path: str
     sha256: str
@@ -247,7 +249,7 @@ class EstimateOutput(TypedDict):
     examples: int
     """Number of examples that were used."""
     dataset_size: int
-    """Number of examples in the split. `kfacpack merge` uses this number as the weight of the bundle."""
+    """Number of examples in the split. By default, `kfacpack merge` uses it as the weight of the bundle."""
     seconds: float
     compression: NotRequired[CompressionOutput]
     """Size and errors of the compressed bundle; only with `--compress`."""
@@ -295,15 +297,15 @@ def _run(run: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: 
         size = f"{len(curvature.blocks)} blocks, {human_bytes(bundle.nbytes)}"
         print_line(f"wrote {output}: {size}, from {len(run.indices)} examples in {human_seconds(seconds)}")
         if run.report:
-            print_report(run.report, f"compressed by {run.options.compress}", bundle.nbytes)
+            print_report(run.report, f"compressed with {run.options.compress}", bundle.nbytes)
             if run.options.diagonal_blocks > 1:
-                print_line("entries outside the diagonal blocks were not computed; the errors do not include them")
+                print_line("entries outside the diagonal blocks were not computed; the errors do not account for them")
         _print_wide_factors([max(block.join.rows, block.join.columns) for block in curvature.blocks], run)
         print_next("inspect", output)
 
 
 def _print_wide_factors(sides: list[int], run: TaskEstimate) -> None:
-    """Prints a note if wide factors are computed only as diagonal blocks."""
+    """Prints a note if only the diagonal blocks of wide factors are computed."""
     from kfacpack.estimation.collectors import WIDE_BLOCKS, WIDE_SIDE
 
     wide = [side for side in sides if side > WIDE_SIDE]
@@ -311,7 +313,7 @@ def _print_wide_factors(sides: list[int], run: TaskEstimate) -> None:
         whole = human_bytes(2 * max(wide) ** 2)
         print_line(
             f"factors wider than {WIDE_SIDE} are computed as {WIDE_BLOCKS} diagonal blocks, because a full factor of "
-            f"width {max(wide)} takes {whole}; --compress block:1 computes full factors"
+            f"width {max(wide)} takes up {whole}; to compute full factors, use --compress block:1"
         )
 
 
@@ -330,13 +332,13 @@ def _print_forecast(forecast: Forecast, gpu: str | None, figures: Gpu | None) ->
     )
     memory = f"peak memory about {human_bytes(forecast.peak_memory)}, in addition to Python and its libraries"
     if figures is None:
-        print_line(f"about {human_seconds(forecast.seconds)} for all batches, extrapolated from one; {memory}")
+        print_line(f"about {human_seconds(forecast.seconds)} for all batches, extrapolated from one batch; {memory}")
     else:
         from kfacpack.estimation.forecast import DISK_SPEED, EFFICIENCY
 
-        hours = f"about {forecast.seconds / 3600:.2g} hours on {gpu}, at {EFFICIENCY:.0%} of its published speed and"
-        print_line(f"{hours} a disk speed of {human_bytes(DISK_SPEED)}/s; {memory}")
+        hours = f"about {forecast.seconds / 3600:.2g} hours on {gpu}, assuming {EFFICIENCY:.0%} of its published speed"
+        print_line(f"{hours} and a disk speed of {human_bytes(DISK_SPEED)}/s; {memory}")
         fits = "fits" if forecast.peak_memory < 0.9 * figures.memory else "does not fit"
-        print_line(f"the estimate {fits} in the memory of the GPU, {human_bytes(figures.memory)}")
+        print_line(f"the estimation {fits} in the memory of the GPU ({human_bytes(figures.memory)})")
     if forecast.stored_bytes:
         print_line(f"disk space during the run: {human_bytes(forecast.stored_bytes)}, in addition to the bundle")

@@ -63,16 +63,16 @@ def read_individual(values: list[str], sets: Mapping[str, EvaluationSet]) -> dic
         sets: Evaluation sets by task.
 
     Returns:
-        For each task, the accuracy with its own vector, or the vector itself.
+        For each task, either the accuracy with the task's own vector or that vector.
 
     Raises:
-        KfacpackError: If a value is invalid or belongs to a task that is not evaluated, or if a task is given twice.
+        KfacpackError: If a value is invalid, if its task is not evaluated, or if a task is given twice.
     """
     individual: dict[str, float | TaskVector] = {}
     for value in values:
         for task, accuracy in _read_entry(value, sets).items():
             if task in individual:
-                raise _invalid_individual(value, f"{task!r} is given twice")
+                raise _invalid_individual(value, f"task {task!r} is given twice; pass one value per task")
             individual[task] = accuracy
     return individual
 
@@ -103,20 +103,21 @@ def _from_json(value: str, sets: Mapping[str, EvaluationSet]) -> dict[str, float
         tasks = json.loads(Path(value).read_text(encoding="utf-8"))["tasks"]
         entries = {task: (_accuracy(value, str(tasks[task]["accuracy"])), tasks[task]["examples"]) for task in tasks}
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise _invalid_individual(value, "expected the output of eval --json for one α") from error
+        raise _invalid_individual(value, "expected the output of `kfacpack eval --json` for a single α") from error
     evaluated = {task: entry for task, entry in entries.items() if task in sets}
     if not evaluated:
-        raise _invalid_individual(value, f"contains none of the evaluated tasks, only {', '.join(entries)}")
+        expected = f"expected at least one of {', '.join(sets)}"
+        raise _invalid_individual(value, f"contains only the tasks {', '.join(entries)}; {expected}")
     for task, (_, examples) in evaluated.items():
         if examples != (own := len(sets[task].numbers)):
-            problem = f"{task!r} was evaluated on {examples} examples, expected {own}"
-            raise _invalid_individual(value, f"{problem}; evaluate it with the same --split and --examples")
+            problem = f"task {task!r} was evaluated on {examples} examples, expected {own}"
+            raise _invalid_individual(value, f"{problem}; evaluate it again with the same --split and --examples")
     return {task: accuracy for task, (accuracy, _) in evaluated.items()}
 
 
 def _require_evaluated(value: str, task: str, sets: Mapping[str, EvaluationSet]) -> str:
     if task not in sets:
-        raise _invalid_individual(value, f"{task!r} is not one of the evaluated tasks: {', '.join(sets)}")
+        raise _invalid_individual(value, f"task {task!r} is not one of the evaluated tasks: {', '.join(sets)}")
     return task
 
 
@@ -128,7 +129,7 @@ def _accuracy(value: str, number: str) -> float:
 
 
 def _parse_share(text: str) -> float | None:
-    """Parses a share such as '0.95' or '95%'. Returns None if it is invalid, not above 0, or above 1."""
+    """Parses a share, such as '0.95' or '95%'. Returns None if it is not a number above 0 and at most 1."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -153,7 +154,7 @@ def evaluate(
         help=f"{TASK_HELP}; repeatable.",
     ),
     more: list[str] | None = typer.Argument(
-        None, metavar="TASK...", help="Additional tasks, so that `--task A B C` can be used."
+        None, metavar="TASK...", help="Further tasks to evaluate, as in `--task A B C`."
     ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
@@ -163,7 +164,7 @@ def evaluate(
         None,
         "--vector",
         metavar="FILE.safetensors",
-        help="Task vector to add. The heads in the vector are used unless --head is given.",
+        help="Task vector to add to the model. The heads in the vector are used unless --head is passed.",
     ),
     alpha: str | None = option(
         VECTOR_PANEL,
@@ -178,30 +179,30 @@ def evaluate(
         None,
         "--individual",
         metavar="FILE|TASK=X|FILE.json",
-        help="Normalise the accuracy on a task by the accuracy of the task's own vector. Pass the vector, the "
+        help="Normalise the accuracy on a task by the accuracy with the task's own vector. Pass this vector, this "
         "accuracy, or a file with the output of `kfacpack eval --json`; repeatable.",
     ),
     choose: bool = option(
         VECTOR_PANEL,
         False,
         "--choose",
-        help="Choose the α with the highest mean accuracy on the validation split, and evaluate on the test split.",
+        help="Choose the α with the highest mean accuracy on the validation split, and evaluate it on the test split.",
     ),
     control: str | None = option(
         VECTOR_PANEL,
         None,
         "--control",
         metavar="TASK",
-        help="Subtract the vector instead of adding it, and use this task as the control. α is chosen on the "
-        "validation split: the accuracy on the evaluated tasks is minimised, provided that the accuracy on the control "
-        "task does not fall below the limit set by --keep.",
+        help="Subtract the vector instead of adding it, and use this task as the control task. α is chosen on the "
+        "validation split so that the accuracy on the evaluated tasks is as low as possible, while the accuracy on the "
+        "control task does not fall below the limit set by --keep.",
     ),
     keep: str | None = option(
         VECTOR_PANEL,
         None,
         "--keep",
         metavar="P%",
-        help="Minimum accuracy on the --control task, as a share of the accuracy without the vector. [default: 95%]",
+        help="Minimum accuracy on the control task, as a share of its accuracy without the vector. [default: 95%]",
     ),
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
@@ -211,8 +212,8 @@ def evaluate(
         None,
         "--data",
         metavar="DIR|TASK=DIR",
-        help="Data of the task: a folder or hf://datasets/… (see `kfacpack train`). With several tasks or --control, "
-        "pass TASK=DIR; repeatable.",
+        help="Data of the task: a folder or hf://datasets/… (see `kfacpack train`). With --control or several tasks, "
+        "pass TASK=DIR for each task that needs data; repeatable.",
     ),
     columns: str | None = COLUMNS,
     split: str = split_option("test"),
@@ -228,7 +229,7 @@ def evaluate(
     """Evaluate the accuracy of a model on tasks, with or without a task vector.
 
     With --vector, the model plus α times the vector is evaluated. Vectors trained in the linear regime are evaluated in
-    the linearised model, where a range of α costs hardly more than a single value.
+    the linearised model, in which evaluating a range of values of α takes hardly longer than evaluating one value.
     """
     names = [*task, *(more or [])]
     _check_names(names, control)
@@ -275,7 +276,7 @@ def evaluate(
         for name in (loaded.name for loaded in tasks[: len(names)] if vector_head(loaded, tau) is None):
             existing = f" (only for {', '.join(tau.heads)})" if tau.heads else ""
             problem = f"{vector} has no head for {name!r}{existing}"
-            show_note(f"note: {problem}; using a new head of the model ({heads[name].origin})")
+            show_note(f"note: {problem}; using a new head, built from {heads[name].origin}")
     accuracies = evaluator.individual_accuracies(own_vectors, sets)
     if tau and (choose or control):
         selection = [SelectionTask(heads[name], validation[name], sets[name]) for name in sets]
@@ -308,9 +309,9 @@ def _folders(names: list[str], control: str | None, data: list[str], columns: st
 
 def _check_names(names: list[str], control: str | None) -> None:
     if not names:
-        raise KfacpackError("no task to evaluate; pass one with --task. Run `kfacpack tasks` for a list")
+        raise KfacpackError("no task to evaluate; pass a task with --task. Run `kfacpack tasks` for a list")
     if repeated := first_duplicate(names):
-        raise KfacpackError(f"task {printable(repeated)!r} is given twice")
+        raise KfacpackError(f"task {printable(repeated)!r} is given twice; pass each task once")
     if control in names:
         raise KfacpackError(f"--control {printable(str(control))}: is also an evaluated task; pass a different task")
 
@@ -323,12 +324,14 @@ def _check_combination(
     split: str,
 ) -> None:
     if choose and control:
-        raise KfacpackError("--choose and --control cannot be combined: one adds the vector, the other subtracts it")
+        problem = "--choose and --control cannot be combined, because one adds the vector and the other subtracts it"
+        raise KfacpackError(f"{problem}; omit one of them")
     if (choose or control) and split != "test":
         flag = "--choose" if choose else "--control"
-        problem = f"{flag} chooses α on the validation split and evaluates on test, got --split {printable(split)}"
-        raise KfacpackError(f"{problem}. Omit one of the options")
+        problem = f"{flag} always evaluates on the test split and cannot be combined with --split {printable(split)}"
+        raise KfacpackError(f"{problem}; omit one of the two options")
     if control is None and keep:
         raise KfacpackError("--keep needs a control task; pass it with --control TASK")
     if control and individual:
-        raise KfacpackError("--individual and --control cannot be combined: a negation has no normalised accuracy")
+        problem = "--individual and --control cannot be combined, because a negation has no normalised accuracy"
+        raise KfacpackError(f"{problem}; omit one of them")

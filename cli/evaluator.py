@@ -66,7 +66,7 @@ def print_result(result: Result) -> None:
 
 
 def print_sweep(alphas: Sequence[float], results: Sequence[Result], best: int, split: str) -> None:
-    """Prints accuracies with one row per α and one column per task.
+    """Prints a table of accuracies with one row per α and one column per task.
 
     Args:
         alphas: The factors α of the vector.
@@ -89,7 +89,8 @@ def print_sweep(alphas: Sequence[float], results: Sequence[Result], best: int, s
             mark, style = ("← best", "bold") if index == best else ("", None)
             table.add_row(f"{alpha:g}", *cells, mark, style=style)
         out.print(table)
-    print_line(f"the best α on the {printable(split)} split is marked; --choose selects α on validation", style="dim")
+    marked = f"the best α on the {printable(split)} split is marked"
+    print_line(f"{marked}; --choose selects α on the validation split", style="dim")
 
 
 def print_negation(negation: Mapping[str, Any]) -> None:
@@ -105,7 +106,7 @@ def print_negation(negation: Mapping[str, Any]) -> None:
     effect = f"control, {after / before:.0%} of its accuracy kept" if before else "control"
     table.add_row(name_cell(negation["control"]), percent(before), percent(after), effect)
     keep = f"the control task must keep {negation['keep']:.0%} of its accuracy"
-    print_line(f"−{first['alpha']:g} τ; α was chosen on validation, where {keep}")
+    print_line(f"added −{first['alpha']:g} τ; α was chosen on the validation split, where {keep}")
     out.print(table)
     if not first["alpha"]:
         print_line(
@@ -114,7 +115,7 @@ def print_negation(negation: Mapping[str, Any]) -> None:
 
 
 def csv_rows(result: Result, split: str, alpha: float | None) -> Iterator[list[Any]]:
-    """Yields one CSV row per task, with the columns `CSV_COLUMNS`."""
+    """Yields one CSV row per task, with a value for each of `CSV_COLUMNS`."""
     for name, task in result["tasks"].items():
         yield [name, split, alpha, task["accuracy"], task["normalized"], task["examples"], task["head"]]
 
@@ -140,8 +141,8 @@ def split_columns(names: Sequence[str], *, reserved: int, padding: int = 1) -> l
 
     Args:
         names: Column headings, usually tasks.
-        reserved: Total width of the table's other columns.
-        padding: Padding of each column.
+        reserved: Total width in characters of the columns that every group contains.
+        padding: Padding of each column in characters.
     """
     groups: list[list[str]] = [[]]
     free = available = TABLE_WIDTH - reserved
@@ -176,7 +177,7 @@ class Evaluator:
     """Whether to draw progress bars."""
 
     def head(self, task: Task, vector: TaskVector | None) -> Head:
-        """Returns the head for a task. With the kind "auto", the vector's own head for the task is preferred."""
+        """Returns the head for a task. With the kind "auto", the vector's head for the task is used if there is one."""
         from kfacpack.evaluation.accuracy import vector_head
         from kfacpack.models.heads import head_for
 
@@ -188,10 +189,10 @@ class Evaluator:
     def individual_accuracies(
         self, individual: Mapping[str, float | TaskVector], sets: Mapping[str, EvaluationSet]
     ) -> dict[str, float]:
-        """Returns the accuracy of each task's own vector at α = 1, on the examples that are evaluated.
+        """Returns, for each task, the accuracy with the task's own vector at α = 1.
 
         Args:
-            individual: For each task, its own vector or, if it is already known, the accuracy with this vector.
+            individual: For each task, its own vector or, if already known, the accuracy with this vector.
             sets: Evaluation sets by task.
         """
 
@@ -219,7 +220,7 @@ class Evaluator:
             sets: Evaluation sets by task.
             vector: The task vector, or None to evaluate the base model.
             alphas: The factors α of the vector.
-            individual: Accuracy of each task's own vector, by task, for normalising the accuracies.
+            individual: Accuracy with each task's own vector, by task, for normalising the accuracies.
             split: Name of the split, for the output.
         """
         from kfacpack.evaluation.sweep import best
@@ -247,7 +248,7 @@ class Evaluator:
             tasks: The tasks, with their heads and examples.
             vector: The task vector.
             alphas: Candidate values of α.
-            individual: Accuracy of each task's own vector, by task, for normalising the accuracies.
+            individual: Accuracy with each task's own vector, by task, for normalising the accuracies.
         """
         from kfacpack.evaluation.sweep import choose_alpha, evaluation_result, mean
 
@@ -265,8 +266,8 @@ class Evaluator:
         def show() -> None:
             accuracy = percent(best["validation"])
             print_line(
-                f"α = {choice.alpha:g}, chosen from {len(alphas)} values by the mean accuracy on validation "
-                f"({accuracy}); accuracy on test:"
+                f"α = {choice.alpha:g}, chosen from {len(alphas)} values by the mean accuracy on the validation split "
+                f"({accuracy}); accuracy on the test split:"
             )
             print_result(on_test)
 
@@ -283,7 +284,7 @@ class Evaluator:
             tasks: The tasks, with their heads and examples; the control task is the last one.
             vector: The task vector.
             alphas: Candidate values of α.
-            keep: Minimum accuracy on the control task, as a share of the accuracy without the vector.
+            keep: Minimum accuracy on the control task, as a share of its accuracy without the vector.
         """
         from kfacpack.evaluation.sweep import negate
 

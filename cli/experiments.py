@@ -1,4 +1,4 @@
-"""`kfacpack run`: runs an experiment plan. `kfacpack report`: writes its report. `kfacpack demo`: runs an example."""
+"""`kfacpack run`: runs a plan. `kfacpack report`: writes the report of a run. `kfacpack demo`: runs an example."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ SHARES = {
 }
 """Keys of the summary whose values are fractions, with their column headings."""
 DEMO_SHARES = {"individual": "own vector", "added": "all added, α = 1"}
-"""Keys and column headings for `kfacpack demo`."""
+"""Keys and column headings that `kfacpack demo` uses instead of `SHARES`."""
 
 
 class PlannedStageOutput(TypedDict):
     """A stage of a plan."""
 
     stage: str
-    """Kind and name, such as estimate/digits."""
+    """Kind and name of the stage, such as estimate/digits."""
     done: bool
     """Whether the output of the stage already exists."""
     seconds: float | None
@@ -82,14 +82,16 @@ class ReportOutput(TypedDict):
     bytes: int
     """Size of the page."""
     numbers: str
-    """JSON file with the numbers of the page."""
+    """JSON file with the numbers that the page shows."""
     figures: list[str]
     """SVG files of the figures; each figure is also written as PNG."""
 
 
 def run(
-    plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="Plan file. Paths in it are relative to its folder."),
-    output: Path | None = output_option("DIR", None, "Output folder. [default: the name of the plan file]"),
+    plan: Path = typer.Argument(
+        ..., metavar="PLAN.yaml", help="Plan file. Paths in the plan are relative to the folder of this file."
+    ),
+    output: Path | None = output_option("DIR", None, "Output folder. [default: PLAN, or PLAN-NAME with --scale]"),
     scale: str | None = option(
         RUN_PANEL,
         None,
@@ -106,8 +108,8 @@ def run(
         None,
         "--gpu",
         metavar="NAME",
-        help="With --dry-run: check the plan without weights and data, and print shapes, file sizes and the estimated "
-        "hours on this GPU, such as A100.",
+        help="With --dry-run: check the plan without loading weights or data, and show shapes, file sizes and the "
+        "estimated hours on this GPU, such as A100.",
     ),
     as_json: bool = AS_JSON,
     jobs: int | None = JOBS,
@@ -126,14 +128,15 @@ def run(
 ) -> None:
     """Run a plan: estimate, merge, train, add, negate, measure, and write a report.
 
-    File names contain a hash of everything that determines the content. A second run therefore computes only the stages
-    that have changed, and an interrupted run continues where it stopped. The results are written to DIR/results.json
-    and the report to DIR/report.html. Both list the commands that reproduce the files.
+    Each stage writes one file, whose name contains a hash of everything that determines its content. A second run
+    therefore computes only the stages that have changed, and an interrupted run continues where it stopped. The results
+    are written to DIR/results.json and the report to DIR/report.html. Both list the commands that write the files of
+    the stages.
 
     Independent stages run at the same time in worker processes, or on a Ray cluster. DIR/events.jsonl records when and
     where each stage ran, and DIR/logs contains the output of the workers. The results do not depend on --jobs.
 
-    `kfacpack demo` writes a plan to start from.
+    To get a plan to start from, run `kfacpack demo`.
     """
     from kfacpack.experiments.plan_file import read_plan
 
@@ -164,7 +167,7 @@ class Execution:
     quiet: bool = False
     events: bool = False
     is_demo: bool = False
-    """Whether to explain the stages and the results in the output."""
+    """Whether to print explanations of the stages and the results."""
 
 
 def execute_run(plan: Plan, text: str, root: Path, options: Execution) -> None:
@@ -178,7 +181,7 @@ def execute_run(plan: Plan, text: str, root: Path, options: Execution) -> None:
     """
     start = time.perf_counter()
     if not options.dry_run:
-        # Missing packages are reported now and not when the report is written, which is after all stages.
+        # The report is written after all stages. Missing packages are reported now, before the stages run.
         require(extra="report", feature="the report of a run")
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation.distributed import local_device
@@ -256,7 +259,7 @@ def _stage_reporter(rows: StageRows, *, explain: bool) -> StageDisplay:
 
     Args:
         rows: The progress bars.
-        explain: Whether to print the purpose of each kind of stage.
+        explain: Whether to print the purpose of each kind of stage when the first stage of this kind starts.
     """
     explained: set[str] = set()
 
@@ -297,7 +300,7 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
 
 
 def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool) -> None:
-    """Checks a plan without weights and data, and prints the predicted file sizes and hours on a GPU."""
+    """Checks a plan without loading weights or data, and prints the predicted file sizes and hours on a GPU."""
     from kfacpack.estimation.forecast import EFFICIENCY
     from kfacpack.experiments.offline_check import check_offline
 
@@ -313,9 +316,10 @@ def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool)
     table.add_row("all", str(sum(kind.stages for kind in forecast.kinds)), human_bytes(forecast.bytes),
                   f"{forecast.hours:.1f}")  # fmt: skip
     out.print(table)
-    shapes = f"{forecast.parameters:,} trained weights in {forecast.blocks} blocks, sides up to {forecast.largest_side}"
+    largest = f"matrices of up to {forecast.largest_side}×{forecast.largest_side}"
+    shapes = f"{forecast.parameters:,} trained weights in {forecast.blocks} blocks, {largest}"
     print_line(f"{forecast.model}: {shapes}, {forecast.forward_flops / 1e9:.2f} GFLOP per example")
-    print_line(f"all stages were checked without weights and data; hours assume {EFFICIENCY:.0%} of the peak speed")
+    print_line(f"all stages were checked without weights or data; the hours assume {EFFICIENCY:.0%} of the peak speed")
 
 
 def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -> None:
@@ -345,8 +349,8 @@ def report(
 ) -> None:
     """Write the results of a run as one HTML page with tables, figures and commands.
 
-    The page is self-contained. The numbers are also written to a JSON file of the same name, and the figures to the
-    folder figures/ beside the page, as SVG and PNG.
+    The page is self-contained. The numbers are also written to a JSON file with the same name as the page. The figures
+    are also written as SVG and PNG to the folder figures/ beside the page.
     """
     # Imported here so that --help does not wait for matplotlib.
     from kfacpack.experiments.report import report as write_report
@@ -369,7 +373,7 @@ def report(
         print_json(result)
     elif show:
         size = human_bytes(page.stat().st_size)
-        print_line(f"wrote {page}: {size}, with {len(files)} figures; its numbers are in {numbers}")
+        print_line(f"wrote {page}: {size}, with {len(files)} figures; the numbers are in {numbers}")
         _print_open(page)
 
 
@@ -383,11 +387,11 @@ def demo(
     events: bool = EVENTS,
     quiet: bool = QUIET,
 ) -> None:
-    """Run an example: train vectors for three tasks on a small CLIP model, with and without the penalty.
+    """Run an example: train task vectors for three tasks on a small CLIP model, with and without the penalty.
 
     The vectors are then added, negated and measured. The report is written to DIR/report.html.
 
-    The plan is written to DIR/plan.yaml. Edit it and run it again with `kfacpack run`.
+    The plan is written to DIR/plan.yaml. You can edit the plan and run it again with `kfacpack run`.
 
     By default, the demo uses only CPU cores that are idle.
     """
@@ -403,7 +407,7 @@ def demo(
         raise KfacpackError(f"{output}: cannot be used for the demo: {error}. Pass another folder with -o") from error
     if existing is not None and existing != text:
         remedy = f"Run it with `kfacpack run {path} -o {output}`, or pass another folder with -o"
-        raise KfacpackError(f"{path}: the file exists and is not the plan of the demo. {remedy}")
+        raise KfacpackError(f"{path}: the file already exists and differs from the plan of the demo. {remedy}")
     write_atomically(path, text.encode())
     show = not (quiet or as_json)
     plan = parse(text, str(path))
@@ -425,15 +429,15 @@ The change to the weights is a task vector, and the vectors of all tasks
 are added to the model. This is done twice:
   without        ordinary fine-tuning: the vectors interfere with each other
   kfac           with a penalty made from the curvature of the other tasks: a few
-                 matrices per layer, which are shared instead of data
+                 matrices per layer, which are shared instead of the data
 
 The plan is {plan}. Its stages:"""
 CLOSING = """\
 What to look at in the report:
   Accuracy over α  with the penalty, the maximum is near α = 1: no tuning needed
-  Disentanglement  dark areas: the vectors do not affect each other's tasks
+  Disentanglement  in dark areas, the vectors do not affect each other's tasks
   Localisation     each vector changes the outputs on its own task only
-{output}/bundles contains the bundles, which the owners of the tasks would publish.
+In practice, the owners of the tasks would publish the bundles in {output}/bundles.
 To try other settings, edit {plan} and run
   kfacpack run {plan} -o {output}"""
 
@@ -444,9 +448,9 @@ def _print_lines(text: str) -> None:
 
 
 def idle_jobs() -> int | None:
-    """Returns the number of idle cores, to be used as the number of worker processes.
+    """Returns the number of idle CPU cores, to be used as the number of worker processes.
 
-    Returns None, the default of --jobs, if all cores are idle or if the number is unknown.
+    Returns None, the default of --jobs, if all cores are idle or if the number of idle cores is unknown.
     """
     from kfacpack.estimation.distributed import usable_cores
 
@@ -455,7 +459,7 @@ def idle_jobs() -> int | None:
 
 
 def _idle_cores(seconds: float = 0.5) -> float | None:
-    """Returns the mean number of idle cores over `seconds`, or None if the system does not report idle times."""
+    """Returns the mean number of idle CPU cores over `seconds`, or None if the system does not report idle times."""
 
     def idle_seconds() -> float:
         _, _, _, _, idle, waiting, *_ = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=7)

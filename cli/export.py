@@ -61,7 +61,7 @@ class ExportOutput(TypedDict):
 
 
 class AdapterMatrixOutput(TypedDict):
-    """A weight matrix of an adapter, and its approximation errors.
+    """A weight matrix of an adapter, with its approximation errors.
 
     The metric of a bundle with the curvature G is the norm whose square is τᵀGτ.
     """
@@ -69,13 +69,14 @@ class AdapterMatrixOutput(TypedDict):
     parameter: str
     rank: int
     method: Literal["factors", "svd", "metric"]
-    """factors: as stored in the vector. svd: truncated SVD. metric: best approximation in the metric of the bundle."""
+    """How the matrix was obtained. factors: from the factors in the vector, without loss. svd: as a truncated SVD.
+    metric: as an approximation with a small error in the metric of the bundle."""
     error: float
     """Relative error in the Frobenius norm."""
     metric_error: float | None
     """Relative error in the metric of the bundle; null without `--bundle` or if this norm of the matrix is zero."""
     svd_metric_error: float | None
-    """Relative error of the matrix's truncated SVD in the metric of the bundle; null in the same cases."""
+    """Relative error of the truncated SVD in the metric of the bundle; null in the same cases as `metric_error`."""
 
 
 class LostParameterOutput(TypedDict):
@@ -86,7 +87,8 @@ class LostParameterOutput(TypedDict):
     share: float
     """The parameter's share of the squared norm of the vector."""
     metric_share: float | None
-    """τᵀGτ for this parameter alone, relative to τᵀGτ for the whole vector; null without `--bundle`."""
+    """τᵀGτ for this parameter alone, divided by τᵀGτ for the whole vector; null without `--bundle` or if the latter is
+    zero."""
 
 
 class AdapterOutput(TypedDict):
@@ -96,11 +98,12 @@ class AdapterOutput(TypedDict):
     bytes: int
     """Size of the weights file of the adapter."""
     rank: int
-    """Largest rank among the matrices."""
+    """Largest rank of the matrices."""
     error: float
     """Relative error of the whole vector in the Frobenius norm, including lost parameters."""
     metric_error: float | None
-    """Relative error of the whole vector in the metric of the bundle; null without `--bundle`."""
+    """Relative error of the whole vector in the metric of the bundle; null without `--bundle` or if this norm of the
+    vector is zero."""
     matrices: list[AdapterMatrixOutput]
     lost: list[LostParameterOutput]
     linearised: bool
@@ -123,15 +126,16 @@ def export(
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="Approximate each matrix such that its error in the metric τᵀGτ of this bundle is small. [default: "
-        "truncated SVD]",
+        help="Approximate each matrix so that its error is small in the metric of this bundle, τᵀGτ. [default: "
+        "approximate each matrix by its truncated SVD]",
     ),
     model: str | None = option(
         ADAPTER_PANEL,
         None,
         "--model",
         metavar="MODEL",
-        help="Base model; its layer types determine which weights are exported. [default: as recorded in the vector]",
+        help="Base model, whose layer types determine which weights are exported. [default: the base model recorded in "
+        "the vector]",
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
@@ -142,21 +146,22 @@ def export(
     the bundle stores them, except that diagonal matrices are stored as vectors. The file's metadata describes how the
     parameters form the matrix that the factors act on, how the factors are scaled, and how to apply them.
 
-    For a task vector, --lora RANK writes a folder that peft.PeftModel.from_pretrained loads onto the base model. An
-    adapter cannot contain biases, norms, tokens or embeddings. These are listed with their share of the squared norm of
-    the vector.
+    For a task vector, --lora RANK writes a folder that peft.PeftModel.from_pretrained can apply to the base model. An
+    adapter cannot contain biases, norms, tokens or embeddings. These parameters are listed with their share of the
+    squared norm of the vector.
     """
     is_vector = VECTOR.manifest in open_container(file).metadata
     check_output(output, [file, *([bundle] if bundle else [])], allow_folder=is_vector)
     if is_vector:
         if lora is None:
-            raise KfacpackError(f"{file}: is a task vector; use --lora RANK to export it as a LoRA adapter")
+            raise KfacpackError(f"{file}: is a task vector; pass --lora RANK to export it as a LoRA adapter")
         if dtype != "float32":
-            raise KfacpackError("--dtype applies to bundles; a LoRA adapter is always written in float32")
+            raise KfacpackError("--dtype applies to bundles, but LoRA adapters are always float32; omit --dtype")
         _export_adapter(file, output, lora, bundle, model, as_json=as_json, quiet=quiet)
         return
     if options := [name for name, value in (("--lora", lora), ("--bundle", bundle), ("--model", model)) if value]:
-        raise KfacpackError(f"{file}: {options[0]} applies to task vectors, but this file is not a task vector")
+        problem = f"{options[0]} applies to task vectors, but this file is not a task vector"
+        raise KfacpackError(f"{file}: {problem}; omit {options[0]}")
     _export_factors(file, output, dtype, as_json=as_json, quiet=quiet)
 
 
@@ -264,7 +269,7 @@ ImportLayout = Literal["mammoth"]
 
 
 class LeftOutOutput(TypedDict):
-    """A published file, or a parameter in it, that was not imported."""
+    """A file, block or parameter that was not imported."""
 
     what: str
     why: str
@@ -288,7 +293,7 @@ class ImportOutput(TypedDict):
     positions: int
     """Number of positions (tokens) per example in the layers that process every token."""
     weights_compared: bool
-    """Whether the factors could be compared with the model's weights. Not all files contain the data for this."""
+    """Whether the factors were compared with the model's weights. Some files lack the data for this comparison."""
     left_out: list[LeftOutOutput]
 
 
@@ -309,22 +314,22 @@ def import_(
         None,
         "--task",
         metavar="TASK",
-        help="Task name to record in the bundle. If the folder contains the tasks of seq-8vision, the name also "
-        "selects the files.",
+        help="Task name to record in the bundle. If the folder contains the tasks of Mammoth's dataset seq-8vision, "
+        "this name also selects the files.",
     ),
     files: str | None = option(
         FACTORS_PANEL,
         None,
         "--files",
         metavar="DATASET_task_N",
-        help="Prefix of the file names, if the folder contains several tasks.",
+        help="Prefix of the names of the files to read. Needed only if the folder contains files of several tasks.",
     ),
     fisher: Fisher = option(
         FACTORS_PANEL,
         "mc",
         "--fisher",
-        help="How the factors were estimated. mc: from gradients of f along random probes, which are directions in its "
-        "output space. exact: from the gradients of all output dimensions of f.",
+        help="How the factors were estimated. mc: from gradients of f along probes, which are random directions in the "
+        "output space of f. exact: from the gradients of all output dimensions of f.",
     ),
     samples: int | None = option(
         FACTORS_PANEL,
@@ -332,7 +337,7 @@ def import_(
         "--samples",
         min=1,
         metavar="M",
-        help="Number of probes per example. Required with --fisher mc, because the files do not record the number.",
+        help="Number of probes per example. Required with --fisher mc, because the files do not record this number.",
     ),
     dataset_size: int | None = option(
         FACTORS_PANEL,
@@ -340,16 +345,17 @@ def import_(
         "--dataset-size",
         min=1,
         metavar="N",
-        help="Number of examples in the whole dataset. `kfacpack merge` uses it as the weight of the bundle.",
+        help="Number of examples in the whole dataset. By default, `kfacpack merge` uses this number as the weight of "
+        "the bundle.",
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Convert published factors, stored as pickles, to a bundle.
+    """Convert published factors, which are stored as pickle files, to a bundle.
 
-    The pickles are read in a separate process that has limited memory and time and can only create tensors. --model is
-    the model for which the factors were computed; the factors are compared with its weights. From the Hub, only the
-    five files of one task are downloaded. Example:
+    The pickle files are read in a separate process, which has limited memory and time and can only create tensors.
+    --model is the model for which the factors were computed. The factors are compared with the weights of this model.
+    From the Hub, only the five files of one task are downloaded. Example:
 
     kfacpack import mammoth hf://aimagelab-ta/TAK/vitb16/fisher_8vision/kfac/mc_full --model ViT-B-16/openai --task dtd
     --samples 1 -o dtd.kfac

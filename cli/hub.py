@@ -56,7 +56,7 @@ class PushedFileOutput(ArtifactOutput):
     """A file that was passed to `kfacpack push`."""
 
     sent: bool
-    """Whether the file was or, with `--dry-run`, would be uploaded; false if the repository already has the file."""
+    """Whether the file was uploaded or, with `--dry-run`, would be; false if the repository already has the file."""
 
 
 class PulledFileOutput(ArtifactOutput):
@@ -72,14 +72,14 @@ class PushOutput(TypedDict):
 
     repository: str
     revision: str | None
-    """The branch; null for main."""
+    """Branch to which the files were pushed; null for main."""
     created: bool
     """Whether the repository is new."""
     commit: str | None
-    """The commit; null if nothing was uploaded."""
+    """Hash of the commit; null if nothing was uploaded."""
     files: list[PushedFileOutput]
     card_changed: bool
-    """Whether the card differs from the one on the Hub."""
+    """Whether the card differs from the previous card on the Hub."""
     card: str
     """Text of the model card, README.md."""
 
@@ -122,7 +122,7 @@ class SearchOutput(TypedDict):
 
 def push(
     files: list[str] = typer.Argument(
-        ..., metavar="FILE... OWNER/REPO", help="Bundles and task vectors, then the repository."
+        ..., metavar="FILE... OWNER/REPO", help="Bundles and task vectors to publish, followed by the repository."
     ),
     private: bool = option(REPOSITORY_PANEL, False, "--private", help="If the repository is new, make it private."),
     revision: str | None = option(
@@ -139,14 +139,14 @@ def push(
         None,
         "--license",
         metavar="ID",
-        help="License of the files, in the notation of the Hub, such as apache-2.0 or mit.",
+        help="License of the files, as an identifier that the Hub uses, such as apache-2.0 or mit.",
     ),
     base_model: str | None = option(
         CARD_PANEL,
         None,
         "--base-model",
         metavar="OWNER/REPO",
-        help="Base model on the Hub, for the card. Needed only if it cannot be derived from the files.",
+        help="Base model on the Hub to name in the card. Needed only if it cannot be derived from the files.",
     ),
     dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the files and the card without uploading them."),
     as_json: bool = AS_JSON,
@@ -154,19 +154,19 @@ def push(
 ) -> None:
     """Publish bundles and task vectors on the Hub, with a model card.
 
-    The files are verified first; if a check fails, nothing is uploaded and the exit code is 1. The repository
-    is created if it does not exist. The files and the card are uploaded in one commit. Unchanged files are not uploaded
-    again, so an interrupted push can be repeated.
+    The files are verified first; if a check fails, nothing is uploaded and the exit code is 1. The repository is
+    created if it does not exist. The files and the card are uploaded in one commit. Files that have not changed are not
+    uploaded again, so an interrupted push can be repeated.
 
     In an existing card, only the part between two marker comments is replaced. Log in with: hf auth login
     """
     *paths, repository = files
     if not paths:
         raise KfacpackError(
-            f"{printable(repository)}: expected files and a repository, such as: kfacpack push t.kfac owner/repo"
+            f"{printable(repository)}: expected files and a repository, as in: kfacpack push t.kfac owner/repo"
         )
     if Path(repository).exists():
-        raise KfacpackError(f"{printable(repository)}: is a file; the last argument must be the repository, owner/repo")
+        raise KfacpackError(f"{printable(repository)}: is a local path; expected OWNER/REPO as the last argument")
     # Imported here so that --help does not wait for torch.
     from kfacpack.hub.push import push as push_files
 
@@ -236,7 +236,7 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
         state = ", a new repository" if result.creates else ""
         print_line(f"pushed to {target}{state}: commit {result.commit[:12]}{card}")
         item = result.files[0].item
-        # The first command installs kfacpack; the second inspects a bundle or downloads a vector.
+        # The first command installs kfacpack. The second inspects a bundle or downloads a vector.
         reference = Reference(result.repository, item.name, result.revision)
         print_line(f"next: {item.commands(str(reference))[1]}", style="dim")
 
@@ -244,7 +244,7 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
 def pull(
     source: str = typer.Argument(..., metavar="hf://OWNER/REPO/FILE|OWNER/REPO", help="File or repository on the Hub."),
     files: list[str] | None = typer.Argument(
-        None, metavar="FILE...", help="Files of the repository to download; by default, all bundles and task vectors."
+        None, metavar="FILE...", help="Files in the repository to download; by default, all bundles and task vectors."
     ),
     output: Path | None = output_option("DIR|FILE", None, "Output folder or file. [default: the current folder]"),
     force: bool = option(RUN_PANEL, False, "--force", help="Overwrite local files that differ from those on the Hub."),
@@ -256,13 +256,13 @@ def pull(
 ) -> None:
     """Download bundles and task vectors, verify them and show what they contain.
 
-    OWNER/REPO@REVISION selects a branch, tag or commit. Interrupted downloads are resumed. Each file is compared with
-    the Hub's SHA-256 and goes through the checks of `kfacpack verify`. If a check fails, the file is not saved and the
-    exit code is 1. For private repositories, log in with: hf auth login
+    OWNER/REPO@REVISION selects a branch, tag or commit. Interrupted downloads are resumed. The SHA-256 of each file is
+    compared with the one on the Hub, and the content of the file is verified. If a check fails, the file is not saved
+    and the exit code is 1. For private repositories, log in with: hf auth login
     """
     if listing:
         if flag := next((flag for flag, value in (("FILE", files), ("-o", output), ("--force", force)) if value), None):
-            raise KfacpackError(f"--list only lists files and cannot be combined with {flag}; omit one of them")
+            raise KfacpackError(f"--list downloads nothing and cannot be combined with {flag}; omit one of them")
         _list_files(source, as_json=as_json)
         return
     # Imported here so that --help does not wait for torch.
@@ -316,7 +316,7 @@ def search(
         None,
         "--base-model",
         metavar="MODEL",
-        help="List only repositories for this base model: a name, as passed to --model, or a model id on the Hub.",
+        help="List only repositories for this base model: a name as passed to --model, or a model id on the Hub.",
     ),
     task: str | None = option(
         FILTER_PANEL, None, "--task", metavar="TASK", help="List only repositories for this task."
@@ -346,7 +346,7 @@ def search(
         print_json(result)
         return
     if not repositories:
-        print_line("no repositories found; try fewer filters")
+        print_line("no repositories match all filters; try fewer filters")
         return
     table = plain_table("file", "base model", "tasks", numbers=("size",))
     for repository in repositories:

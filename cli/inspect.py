@@ -57,22 +57,23 @@ def inspect(
         RUN_PANEL,
         False,
         "--norms",
-        help="For a task vector, also read the tensors and show the norm of the change to each parameter.",
+        help="For a task vector, also read the tensors and show the norm of the vector. With --blocks or --json, also "
+        "show the norm of the change to each parameter.",
     ),
     as_json: bool = AS_JSON,
 ) -> None:
     """Show what a bundle or task vector contains, without reading its tensors.
 
-    Only the header is read, or downloaded from hf://OWNER/REPO/FILE, so this is fast for files of any size. With
-    --norms, the tensors of a task vector are read and their hashes are checked. `kfacpack verify` checks the tensors of
-    a bundle. --json prints the whole manifest.
+    Only the header is read or, for hf://OWNER/REPO/FILE, downloaded. The command is therefore fast for files of any
+    size. With --norms, the tensors of a task vector are read and their hashes are checked. To check the tensors of
+    a bundle, use `kfacpack verify`. With --json, the whole manifest is printed.
     """
     container = open_container(file if norms else header_of(file))
     if VECTOR.manifest in container.metadata:
         _inspect_vector(container, blocks=blocks, norms=norms, as_json=as_json)
         return
     if norms:
-        raise KfacpackError(f"{file}: --norms applies to task vectors, but this file is a bundle")
+        raise KfacpackError(f"{file}: --norms applies to task vectors, but this file is a bundle; omit --norms")
     opened = Bundle(container)
     if as_json:
         print_json(_as_json(opened))
@@ -111,10 +112,10 @@ class VectorParameterOutput(TypedDict):
     rank: int | None
     """Rank of the factors; 0 if the parameter does not change, null for a dense or sparse change."""
     remainder: int | None
-    """Number of elements with a float64 remainder, without which the sum with the base model would not restore the
-    checkpoint exactly; null if there are none."""
+    """Number of elements for which a float64 remainder is stored, so that adding the change to the base model restores
+    the checkpoint exactly; null if there are none."""
     entries: int | None
-    """Number of elements of a sparse change; null for other forms."""
+    """Number of elements that a sparse change stores; null for other forms."""
     bytes: int
     norm: float | None
     """Frobenius norm of the change; null without `--norms`."""
@@ -156,7 +157,7 @@ def _print_summary(bundle: Bundle) -> None:
 
 
 def _print_kinds(bundle: Bundle) -> None:
-    """Prints a table with one row for each combination of operation, structure and form."""
+    """Prints a table of the blocks with one row for each combination of operation, structure and form."""
     rows: dict[tuple[str, str, str], list[AnyBlockEntry]] = defaultdict(list)
     for block in bundle.manifest.blocks:
         rows[block.operation, block.structure, _forms(bundle, block)].append(block)
@@ -167,7 +168,7 @@ def _print_kinds(bundle: Bundle) -> None:
         numbers = (f"{len(blocks)}", f"{sum(map(_weights, blocks)):,}", human_bytes(size))
         table.add_row(Text(operation), structure, Text(forms), *numbers)
     out.print(table)
-    print_line("--blocks lists every block, --json prints everything", style="dim")
+    print_line("--blocks lists every block; --json prints the whole manifest", style="dim")
 
 
 def _print_blocks(bundle: Bundle) -> None:
@@ -247,7 +248,7 @@ def _inspect_vector(container: Container, *, blocks: bool, norms: bool, as_json:
         if method and method.blocks:
             _print_solved_blocks(method)
     else:
-        print_line("--blocks lists every parameter, --norms shows norms, --json prints everything", style="dim")
+        print_line("--blocks lists every parameter; --norms shows norms; --json prints the whole manifest", style="dim")
 
 
 def _vector_parameters(vector: FileVector, *, norms: bool) -> Iterator[VectorParameterOutput]:
@@ -312,7 +313,7 @@ MAX_FAILURES = 5
 
 
 class FailureOutput(TypedDict):
-    """One item that failed a check."""
+    """A failure of a check for one item of a file."""
 
     subject: str
     """The item that failed the check, such as a tensor or a parameter."""
@@ -384,12 +385,12 @@ def verify(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Verify the hashes of bundles, and check that the matrices are finite, symmetric and positive semi-definite.
+    """Verify the hashes of bundles, and check that their matrices are finite, symmetric and positive semi-definite.
 
     Exit codes: 0 if all checks passed, 1 if a check failed, 2 if a file is not a readable bundle.
     """
     if model is None and (weights or image_size):
-        raise KfacpackError("--weights and --image-size need a model; pass it with --model")
+        raise KfacpackError("--weights and --image-size need a model; pass the model with --model")
     bases = BaseModels(model, weights, image_size)
     verified: list[Verification] = []
     unreadable: list[UnreadableOutput] = []
@@ -415,7 +416,7 @@ def verify(
 
 
 class BaseModels:
-    """The weights that bundles are compared with: a file, or a model, which is loaded in the dtype of each bundle.
+    """Source of the weights that bundles are compared with: a file, or a model in the dtype that each bundle records.
 
     Args:
         model: Name of a model or path of a safetensors file, or None if the weights are not to be compared.
@@ -434,7 +435,7 @@ class BaseModels:
             weights_of_file(model)  # so that a damaged file is reported before any bundle is checked
 
     def load_for(self, manifest: Manifest) -> str | nn.Module | None:
-        """Returns the file or module to compare a bundle with, or None if --model was not given."""
+        """Returns the file or module to compare a bundle with, or None if --model was not passed."""
         if self._model is None or self._is_file:
             return self._model
         dtype: FloatType = (manifest.estimate and manifest.estimate.model_dtype) or "float32"
@@ -452,7 +453,8 @@ def _print_result(result: Verification, model: str | None, quiet: bool) -> None:
         for failure in check.failures[:MAX_FAILURES]:
             show_error(f"{result.path}: {failure.subject}: {failure.problem}{against}")
         if (more := len(check.failures) - MAX_FAILURES) > 0:
-            show_error(f"{result.path}: {check.name}: {more} more of {check.checked} failed; --json lists all of them")
+            omitted = f"{more} more of {check.checked} items failed; --json lists all failures"
+            show_error(f"{result.path}: {check.name}: {omitted}")
     if quiet:
         return
     if result.holds:

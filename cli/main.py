@@ -42,10 +42,10 @@ from .options import IMPLIED_VALUES, PLAN_SUFFIXES
 
 
 class PlainHelp:
-    """Mixin that omits the value type of flags from the help."""
+    """Mixin that removes the metavars (placeholders for values) of flags from the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the parameters of the command, without the metavars (placeholders for values) of flags."""
+        """Returns the parameters of the command, after removing the metavars of flags."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -54,7 +54,7 @@ class PlainHelp:
 
 
 class PlainCommand(PlainHelp, TyperCommand):
-    """A command whose usage line shows the metavars of its arguments, in brackets if they are optional."""
+    """A command whose usage line lists the metavars of its arguments. Optional arguments are in brackets."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Returns the parts of the usage line."""
@@ -63,7 +63,7 @@ class PlainCommand(PlainHelp, TyperCommand):
         return [self.options_metavar or "", *metavars]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses arguments. Options in `IMPLIED_VALUES` may be given without a value."""
+        """Parses the command-line arguments. Options in `IMPLIED_VALUES` may be given without a value."""
         options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         rest: list[str] = super().parse_args(ctx, _with_implied_values(args, options))
         return rest
@@ -72,7 +72,7 @@ class PlainCommand(PlainHelp, TyperCommand):
 def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
     """Inserts the implied value after each option in `IMPLIED_VALUES` that is given without a value.
 
-    This is the case if the option is followed by another option, by a plan file or by nothing.
+    An option has no value if the next argument is another option or a plan file, or if there is no next argument.
     """
     complete = []
     for argument, following in pairwise([*args, "-"]):
@@ -86,14 +86,14 @@ def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
 
 
 WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-"""Values of `errno` that mean that a write failed. They are used if an exception does not contain a file name."""
+"""Values of `errno` that indicate a failed write. They are checked only if an exception does not name a file."""
 
 
 class CommandGroup(PlainHelp, TyperGroup):
     """The top-level command group. Converts errors to messages and exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Invokes a command."""
+        """Invokes a command. If the command fails, prints the error and exits with the code for this kind of error."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -136,7 +136,7 @@ def main(
 ) -> None:
     """Curvature for task arithmetic: estimate, share and merge curvature, and train task vectors with it.
 
-    Bundles and vectors are read from paths or from hf://OWNER/REPO/FILE. Start with: kfacpack demo.
+    Bundles and task vectors are read from local paths or from hf://OWNER/REPO/FILE. To get started, run: kfacpack demo
 
     Exit codes: 0 for success, 1 if a check failed, 2 for invalid input or usage, 130 if interrupted.
     """
@@ -165,7 +165,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Hub": {"push": hub.push, "pull": hub.pull, "search": hub.search},
     "Lists": {"models": models.models, "tasks": tasks.tasks},
 }
-"""Functions of the commands, by help panel and command name."""
+"""The function of each command, by help panel and command name."""
 
 
 def _unwrap_help(text: str) -> str:
@@ -174,7 +174,10 @@ def _unwrap_help(text: str) -> str:
 
 
 def _with_hub_bars(command: Callable[..., None]) -> Callable[..., None]:
-    """Shows huggingface_hub's progress bars during a command, unless the command is called with --quiet or --json."""
+    """Wraps a command so that it shows the progress bars of huggingface_hub.
+
+    The bars are hidden if the command is called with --quiet or --json, or if stderr is not a terminal.
+    """
 
     @wraps(command)
     def wrapped(**arguments: Any) -> None:
@@ -191,10 +194,10 @@ for panel, commands in COMMANDS.items():
 
 
 class _OutputDescriptor(io.FileIO):
-    """Unbuffered stdout or stderr that ends the command if a write fails.
+    """An unbuffered stdout or stderr stream that ends the command if a write fails.
 
-    The default action of SIGPIPE would also end the command if a reader closes stdout. It is not used, because it would
-    also end the process, without a message, if a server or a worker process closes a connection.
+    The default action of SIGPIPE would also end the command when the reader of stdout closes the pipe. That action is
+    not used, because it would also end the process without a message when a server or worker closes a connection.
     """
 
     def write(self, data: Any) -> int:
@@ -224,6 +227,6 @@ def _wrap_stream(stream: Any) -> Any:
 
 
 def run_app() -> None:
-    """Runs the app with the arguments of the process."""
+    """Runs the app with the command-line arguments of the process."""
     sys.stdout, sys.stderr = _wrap_stream(sys.stdout), _wrap_stream(sys.stderr)
     app(prog_name="kfacpack")

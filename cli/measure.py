@@ -70,7 +70,7 @@ def _localisation(result: dict[str, Any]) -> Iterator[Table | Text]:
     if len(result["vectors"]) > 1:
         table.add_row("mean", "", "", f"{result['auroc']:.3f}", style="bold")
     yield table
-    yield Text("mean squared change in f, and the AUROC with which it separates the tasks", style="dim")
+    yield Text("mean squared change in f, and AUROC for separating the tasks by this change", style="dim")
 
 
 def _drift(result: dict[str, Any]) -> Iterator[Table | Text]:
@@ -83,7 +83,7 @@ def _drift(result: dict[str, Any]) -> Iterator[Table | Text]:
     layers = sorted((layer for layer in result["layers"] if layer["measured"] > 0), key=_ratio)
     if layers:
         low, median, high = (_format_ratio(layers[int(share * (len(layers) - 1))]) for share in (0.05, 0.5, 0.95))
-        ratios = f"median {median}, 90% between {low} and {high}"
+        ratios = f"median {median}, 90% of them between {low} and {high}"
         yield Text(f"ratios of {len(layers):,} single layers: {ratios}", style="dim")
 
 
@@ -106,7 +106,7 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
         for vector in result["vectors"]:
             table.add_row(name_cell(vector), *(_format_interference(drifts[vector, name]) for name in columns))
         yield table
-    yield Text("predicted drift τᵀGτ of each vector (row) on each task (column); own task in brackets", style="dim")
+    yield Text("predicted drift τᵀGτ of each vector (row) on each task (column); own tasks in brackets", style="dim")
     yield Text()
     table = plain_table("task", numbers=("own vector", "other vectors", "ratio"))
     table.add_column("largest part: vector, block", overflow="fold")
@@ -127,7 +127,8 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
 def _ranked_pairs(result: dict[str, Any]) -> Iterator[Table | Text]:
     """Yields a table of pairs of a vector and another task, in descending order of `aligned` (see `InterferencePair`).
 
-    The table contains all pairs whose drift was measured or, if there are none, the first `TOP_PAIRS` pairs.
+    Each row is one pair. The table contains all pairs whose drift was measured. If no drift was measured, the table
+    contains the first `TOP_PAIRS` pairs.
     """
     others = sorted((pair for pair in result["pairs"] if not pair["own"]), key=lambda pair: -pair["aligned"])
     measured = [pair for pair in others if pair["measured"] is not None]
@@ -146,7 +147,7 @@ def _ranked_pairs(result: dict[str, Any]) -> Iterator[Table | Text]:
         )
     if result["spearman"] is not None and result["spearman_aligned"] is not None:
         yield Text(
-            f"Spearman rank correlation with measured drift on other tasks ({len(measured)} pairs): "
+            f"Spearman rank correlation with the measured drift on other tasks ({len(measured)} pairs): "
             f"{result['spearman_aligned']:.3f} for aligned, {result['spearman']:.3f} for predicted"
         )
 
@@ -156,12 +157,12 @@ def _format_interference(pair: dict[str, Any]) -> Text:
 
 
 def _main_sources(pairs: list[dict[str, Any]]) -> Text:
-    """Returns the names of a vector and a block, which contribute most to the drift on a task.
+    """Returns the names of the vector and the block that contribute most to the drift on a task.
 
-    The vector is the one with the largest `aligned` drift. The block is the one with the largest share of its drift.
+    The vector is the one with the largest `aligned` drift. The block has the largest share of this vector's drift.
 
     Args:
-        pairs: The drift on the task, for each vector of another task.
+        pairs: The drift that each vector of another task causes on the task.
     """
     if not pairs:
         return Text()
@@ -193,7 +194,7 @@ ALPHAS = "-1:2:0.25"
 LAYER_EXAMPLES = 64
 TOP_BLOCKS = 5
 TOP_PAIRS = 5
-"""Number of pairs of a vector and a task that `kfacpack measure interference` lists if no drift is measured."""
+"""Number of pairs (a vector and another task) that `kfacpack measure interference` lists if no drift is measured."""
 OWN_FORMATS = ("own", ".3g"), ("relative", ".2f")
 
 
@@ -202,15 +203,15 @@ def measure(
         ..., metavar="MEASUREMENT", help="One of disentanglement, localisation, drift, interference and spectra."
     ),
     vectors: list[File] | None = typer.Argument(
-        None, metavar="FILE.safetensors...", help="Task vectors, each of a single task; for spectra, a bundle."
+        None, metavar="FILE.safetensors...", help="Task vectors, each for a single task. For spectra, a bundle."
     ),
     bundle: list[File] | None = option(
         MEASUREMENT_PANEL,
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="drift: bundle of a task, on which the drift is predicted and measured; repeatable. interference: bundle "
-        "of a task, or a merged bundle; repeatable. spectra: the bundle to analyse.",
+        help="drift: bundle of a task on which the drift is predicted and measured; repeatable. interference: bundle "
+        "of a single task, or merged bundle; repeatable. spectra: bundle to analyse.",
     ),
     alpha: str | None = option(
         MEASUREMENT_PANEL,
@@ -232,8 +233,8 @@ def measure(
         MEASUREMENT_PANEL,
         False,
         "--measured",
-        help="interference: measure the drift on examples of every task that has a bundle of its own, and compare it "
-        "with the prediction. Without this option, this is only done for tasks with --data.",
+        help="interference: measure the drift on examples of every task that has its own bundle, and compare it with "
+        "the prediction. By default, the drift is measured only on tasks whose data is passed with --data.",
     ),
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
@@ -246,7 +247,7 @@ def measure(
         None,
         "--task",
         metavar="TASK",
-        help="localisation: an additional task, for which there is no vector; repeatable.",
+        help="localisation: additional task for which there is no vector; repeatable.",
     ),
     data: list[str] | None = option(
         DATA_PANEL, None, "--data", metavar="TASK=DIR", help="Data of a task: a folder or hf://datasets/…; repeatable."
@@ -262,18 +263,19 @@ def measure(
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
-    """Measure how task vectors affect each other's tasks, or how well a bundle predicts the effect.
+    """Measure how task vectors affect each other's tasks, or how well a bundle predicts this effect.
 
-    disentanglement: for two vectors, the share of predictions on the task of one vector that change when the other
-    vector is added as well, summed over the two tasks. It is computed for every pair of values of α.
+    disentanglement: for two vectors, the share of predictions on one vector's task that change when the other vector is
+    also added. The shares on the two tasks are summed, for every pair of values of α.
 
     localisation: the change in the output f that each vector causes on its own task and on other tasks, and how well
     this change separates the tasks (AUROC).
 
-    drift: the change in f on a task as predicted by its bundle, compared with the measured change.
+    drift: the change in f that each vector causes on a task, as predicted by the bundle of the task and as measured on
+    examples.
 
-    interference: the change in f that each vector causes on each task, as predicted from the bundles alone,
-    without data or a model, and the layers that contribute most to it.
+    interference: the change in f that each vector causes on each task, and the blocks that contribute most to this
+    change. Both are predicted from the bundles alone, without data or a model.
 
     spectra: the eigenvalues of a bundle's matrices.
     """
@@ -344,12 +346,12 @@ def _check_counts(what: Measurement, vectors: list[File], bundles: list[File]) -
     expected, valid = {
         "disentanglement": ("two vectors", len(vectors) == 2 and not bundles),
         "localisation": ("at least one vector", bool(vectors) and not bundles),
-        "drift": ("at least one vector and one --bundle", bool(vectors) and bool(bundles)),
-        "interference": ("at least one vector and one --bundle", bool(vectors) and bool(bundles)),
+        "drift": ("at least one vector and one bundle (--bundle)", bool(vectors) and bool(bundles)),
+        "interference": ("at least one vector and one bundle (--bundle)", bool(vectors) and bool(bundles)),
         "spectra": ("one bundle", len(bundles) == 1),
     }[what]
     if not valid:
-        counts = f"vectors: {len(vectors)}, bundles: {len(bundles)}"
+        counts = f"{len(vectors)} vector(s) and {len(bundles)} bundle(s)"
         raise KfacpackError(f"measure {what}: expected {expected}, got {counts}")
 
 
@@ -357,7 +359,7 @@ def _check_outputs(output: Path | None, figure: Path | None, inputs: list[File])
     if figure and figure.suffix.lower() not in (".png", ".svg"):
         raise KfacpackError(f"{figure}: expected a file name that ends in .png or .svg")
     if output and figure and output.absolute() == figure.absolute():
-        raise KfacpackError(f"{output}: --output and --figure must be different files")
+        raise KfacpackError(f"{output}: --output and --figure name the same file; pass different paths")
     for path in filter(None, (output, figure)):
         check_output(path, inputs)
     if figure:
@@ -365,7 +367,7 @@ def _check_outputs(output: Path | None, figure: Path | None, inputs: list[File])
 
 
 def _load_vectors(files: list[File]) -> dict[str, TaskVector]:
-    """Returns the task vectors by task."""
+    """Returns the task vectors, keyed by task."""
     from kfacpack.vectors.task_vector import TaskVector
 
     vectors: dict[str, TaskVector] = {}
@@ -380,7 +382,7 @@ def _load_vectors(files: list[File]) -> dict[str, TaskVector]:
 
 
 def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvature]:
-    """Returns the curvatures by name, which is the task or, for a merged bundle, the file name without its suffix."""
+    """Returns the curvatures, keyed by task or, for merged bundles, by the file name without the suffix."""
     from kfacpack.curvature.curvature import load
 
     curvatures: dict[str, Curvature] = {}
@@ -400,12 +402,13 @@ def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvatu
 def _measured_tasks(curvatures: Mapping[str, Curvature], data: Sequence[str], *, measured: bool) -> list[str]:
     """Returns the tasks on which `kfacpack measure interference` measures the drift.
 
-    With `measured`, these are all tasks that have a bundle of their own. Otherwise, only those that are named in `data`
-    (the values of --data) are returned.
+    If `measured` is true, these are all tasks that have their own bundle. Otherwise, these are only the tasks that are
+    named in `data`, the values of --data.
     """
     tasks = [name for name, curvature in curvatures.items() if curvature.about.source]
     if measured and not tasks:
-        raise KfacpackError("--measured requires a bundle of a single task, but every bundle is merged")
+        problem = "--measured requires a bundle of a single task, but every bundle is merged"
+        raise KfacpackError(f"{problem}; pass such a bundle or omit --measured")
     folders = data_folders(tasks, data)
     return [name for name in tasks if measured or name in folders]
 
@@ -424,7 +427,8 @@ def _evaluation_sets(
 
     folders = data_folders(names, data)
     if repeated := first_duplicate(names):
-        raise KfacpackError(f"--task {printable(repeated)}: the task is given twice or is already the task of a vector")
+        problem = "the task is given twice or is already the task of a vector"
+        raise KfacpackError(f"--task {printable(repeated)}: {problem}; omit it")
     registered = {**TASKS, **PUBLISHED}
     if unknown := [name for name in names if name not in folders and base_task_name(name) not in registered]:
         name = printable(unknown[0])

@@ -40,7 +40,7 @@ class FamilyOutput(TypedDict):
 
     family: str
     named: str
-    """Form of the model names, for `--model`."""
+    """Form of the model names that `--model` accepts for this family."""
     f: str
     """The output whose curvature is estimated."""
     head: str
@@ -51,7 +51,7 @@ class DownloadedModelOutput(TypedDict):
     """A model in the local cache of the Hub."""
 
     model: str
-    """Name of the model, for `--model`."""
+    """Name of the model, as passed to `--model`."""
     family: str
     repository: str
     revision: str
@@ -82,7 +82,7 @@ class ModelPropertiesOutput(TypedDict):
     """The output whose curvature is estimated."""
     preprocessing: str
     head: Literal["text", "words", "prototypes"]
-    """Kind of classifier that `--head auto` selects."""
+    """Kind of head that `--head auto` selects if the task supports it."""
     frozen: list[str]
     """Name patterns of the frozen parameters."""
 
@@ -102,7 +102,7 @@ def models(
         print_json(properties) if as_json else _print_properties(properties)
         return
     if weights or image_size:
-        raise KfacpackError("--weights and --image-size need a model; pass its name as the argument")
+        raise KfacpackError("--weights and --image-size need a model; pass the name of the model as the argument")
     lists: ModelListOutput = {
         "embedded": list(_embedded()),
         "families": list(_families()),

@@ -49,7 +49,8 @@ def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any
 IMPLIED_VALUES = {"--ray": "auto"}
 """Options that may be given without a value, with the values that are used in this case."""
 PLAN_SUFFIXES = (".yaml", ".yml")
-"""File extensions of plans. An argument with such an extension is the plan, even if it follows one of these options."""
+"""File extensions of plans. An argument that ends in one of them is never taken as the value of an option in
+`IMPLIED_VALUES`."""
 
 
 def output_option(metavar: str, default: Any = ..., help: str = "Output file.") -> Any:
@@ -95,7 +96,7 @@ IMAGE_SIZE = option(
     "--image-size",
     min=1,
     metavar="N",
-    help="Side length of the input images in pixels. [default: the model's own]",
+    help="Side length of the input images in pixels. [default: the model's own image size]",
 )
 PROMPTS = option(
     MODEL_PANEL,
@@ -109,7 +110,7 @@ DEVICE = option(
     "auto",
     "--device",
     metavar="DEVICE",
-    help="Device of the model: cpu, cuda, cuda:1, mps, or auto for the first GPU if there is one.",
+    help="Device of the model: cpu, cuda, cuda:1, mps, or auto for the first GPU, or the CPU if there is none.",
 )
 PARAMS = option(
     MODEL_PANEL,
@@ -131,9 +132,9 @@ HEAD = option(
     "--head",
     help="How classes are predicted from the model output f. text: from the embeddings of the class names. words: from "
     "the logits of the class names as the next word (t5:, lm:). prototypes: from the mean of f over the training "
-    "examples of each class. auto: the first of these that the model supports.",
+    "examples of each class. auto: the first of these heads that the model and the task support.",
 )
-TASK_HELP = "Task name, as listed by `kfacpack tasks`, or any name with --data"
+TASK_HELP = "Task name, as listed by `kfacpack tasks`, or any name if --data is passed"
 TASK = option(DATA_PANEL, ..., "--task", metavar="TASK", help=f"{TASK_HELP}.")
 DATA_FOLDER = option(
     DATA_PANEL,
@@ -148,8 +149,8 @@ COLUMNS = option(
     None,
     "--columns",
     metavar="KEY=COLUMN,…",
-    help="Columns of --data, such as image=IMG,label=Y or premise=A,hypothesis=B,label=Y. [default: chosen by name or "
-    "type]",
+    help="Columns to read from --data, such as image=IMG,label=Y or premise=A,hypothesis=B,label=Y. [default: chosen "
+    "by name or type]",
 )
 BATCH_SIZE = option(RUN_PANEL, 64, "--batch-size", min=1, metavar="N", help="Number of examples per forward pass.")
 WORKERS = option(
@@ -166,8 +167,8 @@ JOBS = option(
     "--jobs",
     min=1,
     metavar="N",
-    help="Maximum number of processes that compute independent stages; memory may limit this number. [default: one per "
-    "GPU; on a CPU, the number of cores divided by --threads]",
+    help="Maximum number of processes that compute independent stages. Fewer are started if memory is short. [default: "
+    "one per GPU; on a CPU, the number of cores divided by --threads]",
 )
 THREADS = option(
     RUN_PANEL,
@@ -185,7 +186,7 @@ QUIET = option(RUN_PANEL, False, "--quiet", "-q", help="Print only errors.")
 
 
 def task_and_folder(name: str, text: str, *, folder_optional: bool = False) -> tuple[str, str | None]:
-    """Parses TASK=DIR.
+    """Parses an option value of the form TASK=DIR.
 
     Args:
         name: Name of the option, for the error message.
@@ -193,10 +194,10 @@ def task_and_folder(name: str, text: str, *, folder_optional: bool = False) -> t
         folder_optional: Whether a TASK without a folder is also valid.
 
     Returns:
-        The task, and its folder or None for TASK alone.
+        The task and its folder. The folder is None if the value is TASK alone.
 
     Raises:
-        KfacpackError: If the text does not have this form.
+        KfacpackError: If the value does not have this form.
     """
     task, equals, folder = text.partition("=")
     if not task or not (folder or (folder_optional and not equals)):
@@ -226,7 +227,8 @@ def data_folders(tasks: Sequence[str], values: Sequence[str]) -> dict[str, str]:
         if task in folders:
             raise KfacpackError(f"--data {printable(value)!r}: the data of task {printable(task)!r} is given twice")
         if task not in tasks:
-            problem = f"task {task!r} is not used; expected {', '.join(tasks) or 'no --data'}"
+            expected = f"expected {' or '.join(tasks)}" if tasks else "omit --data"
+            problem = f"task {task!r} is not used by this command; {expected}"
             raise KfacpackError(f"--data {printable(value)!r}: {printable(problem)}")
         folders[task] = folder
     return folders
@@ -260,7 +262,7 @@ def load_model_option(
 
 
 def load_task_option(name: str, data: str | None, columns: str | None, model: str, *, quiet: bool) -> Task:
-    """Loads a task from the values of --task, --data and --columns. Prints its warnings to stderr, unless `quiet`."""
+    """Loads a task from the values of --task, --data and --columns. Prints its warnings, unless `quiet` is true."""
     from kfacpack.tasks.registry import load_task
 
     task = load_task(name, data, columns=columns)
@@ -301,7 +303,7 @@ MAX_SHARD_SIZE = option(
     None,
     "--max-shard-size",
     metavar="SIZE",
-    help="Maximum size of each file if the output is an index, NAME.kfac.index.json. [default: 5GB]",
+    help="Maximum size of each shard if the output is an index, NAME.kfac.index.json. [default: 5GB]",
 )
 
 
@@ -318,11 +320,11 @@ def check_shard_size(size: str | None, output: Path | None) -> None:
         return
     parse_shard_size(size)
     if output is None or not is_index(output):
-        raise KfacpackError(f"--max-shard-size requires an index as the output: -o NAME{INDEX_SUFFIX}")
+        raise KfacpackError(f"--max-shard-size requires an index as the output; pass -o NAME{INDEX_SUFFIX}")
 
 
 def _parts(file: Path) -> list[Path]:
-    """Returns the files of an input: the input file and, if it is the index of a sharded bundle, the shards."""
+    """Returns the input file and, if it is the index of a sharded bundle, its shards."""
     try:
         return [Path(str(part)) for part in files_of(file)]
     except KfacpackError:  # an invalid index is reported when it is read

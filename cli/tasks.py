@@ -54,7 +54,7 @@ class TaskOutput(TypedDict):
 
 
 class PublishedTaskOutput(TypedDict):
-    """Output of `kfacpack tasks TASK --json` for a task on the Hub, which is not downloaded."""
+    """Output of `kfacpack tasks TASK --json` for a task on the Hub, whose data is not downloaded."""
 
     name: str
     repository: str
@@ -65,21 +65,21 @@ class PublishedTaskOutput(TypedDict):
     splits: dict[str, int]
     """Number of examples by split."""
     serving: dict[str, list[str]]
-    """Possible names of each split in the repository."""
+    """Possible names of each split of the task in the repository."""
     columns: dict[str, list[str]]
     """Possible column names for each key of an example."""
     templates: list[str]
     """Prompts, with {} in place of the class name."""
     license: str | None
     gated: bool
-    """Whether the terms of the repository have to be accepted on the Hub."""
+    """Whether users have to accept the terms of the repository on the Hub."""
 
 
 class TaskListOutput(TypedDict):
     """Output of `kfacpack tasks --json`."""
 
     tasks: list[TaskOutput]
-    """The embedded tasks."""
+    """The tasks that are included in the package."""
     published: list[PublishedTaskOutput]
     """The tasks on the Hub."""
 
@@ -104,7 +104,7 @@ def tasks(
 ) -> None:
     """List the tasks, show one task, or draw the images of a task.
 
-    Nothing is downloaded for tasks on the Hub, unless --data or --sheet is given.
+    For tasks on the Hub, nothing is downloaded unless --data, --columns or --sheet is passed.
     """
     from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 
@@ -117,7 +117,7 @@ def tasks(
     if name is None:
         options = {"--sheet": sheet, "--data": data, "--columns": columns}
         if flag := next((flag for flag, value in options.items() if value), None):
-            raise KfacpackError(f"{flag} needs a task; pass its name as the argument")
+            raise KfacpackError(f"{flag} needs a task; pass the name of the task as the argument")
         embedded = [load() for load in TASKS.values()]
         published = list(PUBLISHED.values())
         if as_json:
@@ -143,7 +143,7 @@ def tasks(
             result["sheet"] = counts
         print_json(result)
     elif counts:
-        left_out = f"; {counts['left_out']} more are left out" if counts["left_out"] else ""
+        left_out = f"; {counts['left_out']} more classes are left out" if counts["left_out"] else ""
         print_line(f"wrote {sheet}: {counts['classes']} classes{left_out}")
     else:
         out.print(key_value_table(_rows(task)))
@@ -199,8 +199,8 @@ def _print_published(tasks: list[PublishedTask]) -> None:
     rows = [(task.name, task.classes, task.sizes, _address(task), task.license) for task in tasks]
     _print_table("on the Hub", "repository", rows)
     print_line(
-        "these tasks are downloaded when they are first used, or read from a local copy with --data DIR; without "
-        "--data, mnist is the embedded task",
+        "these tasks are downloaded when they are first used; with --data DIR, a local copy is read instead. "
+        "Without --data, the name mnist selects the embedded task",
         style="dim",
     )
 
@@ -235,7 +235,7 @@ def _published_rows(task: PublishedTask) -> Iterator[tuple[str, str]]:
     if task.drops_unlabelled:
         yield "left out", "rows without a label"
     yield from _templates(task.templates)
-    yield "repository", _address(task) + (" (gated: accept its terms first)" if task.gated else "")
+    yield "repository", _address(task) + (" (gated; accept its terms on the Hub first)" if task.gated else "")
     yield "", task.url
     yield "license", task.license or "not stated"
 

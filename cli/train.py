@@ -77,7 +77,7 @@ class TrainOutput(TypedDict):
     held: list[str]
     """Tasks that the penalty protects."""
     unpenalised: list[str]
-    """Trained parameters that no bundle covers."""
+    """Trained parameters that no bundle covers, so that the penalty does not apply to them."""
     loss: float | None
     """Loss of the last batch; null if no step was run."""
     penalty: float | None
@@ -122,8 +122,8 @@ def train(
         None,
         "--weight",
         metavar="GROUP=X",
-        help="Factor by which the penalty of a group of blocks is multiplied. GROUP is norm, token, projection or an "
-        "operation such as linear; repeatable.",
+        help="Factor by which the penalty of a group of blocks is multiplied; repeatable. GROUP is norm, token, "
+        "projection, or the operation of the blocks, such as linear.",
     ),
     preset: Preset | None = option(
         PENALTY_PANEL,
@@ -135,8 +135,8 @@ def train(
         PENALTY_PANEL,
         None,
         "--penalty-precision",
-        help="Precision of the products with the Kronecker factors in the penalty. The resulting error of the penalty "
-        "is reported. [default: float32]",
+        help="Precision of the products with the Kronecker factors in the penalty. The error that a lower precision "
+        "causes in the penalty is reported. [default: float32]",
     ),
     offload: bool = option(
         PENALTY_PANEL,
@@ -149,7 +149,8 @@ def train(
         None,
         "--reg-data",
         metavar="TASK[=DIR]",
-        help="Another task. The drift of f is penalised on its data, without a bundle (τJp in the paper); repeatable.",
+        help="Another task to protect; repeatable. The drift of f is measured and penalised on the data of this task, "
+        "so that no bundle is needed (τJp in the paper).",
     ),
     regime: RegimeName = option(
         TRAINING_PANEL,
@@ -163,15 +164,15 @@ def train(
         None,
         "--mask",
         metavar="FILE.kfac",
-        help="Bundle of other tasks that --regime sparse uses, instead of validation examples, to select the weights "
-        "to train; repeatable.",
+        help="Bundle of other tasks; repeatable. With --regime sparse, the weights to train are selected from bundles "
+        "instead of from validation examples.",
     ),
     keep: float | None = option(
         TRAINING_PANEL,
         None,
         "--keep",
         metavar="SHARE",
-        help="Share of the weights to train, with --regime sparse. [default: 0.1]",
+        help="Share of the weights that --regime sparse trains. [default: 0.1]",
     ),
     steps: int | None = option(
         TRAINING_PANEL,
@@ -179,7 +180,7 @@ def train(
         "--steps",
         min=1,
         metavar="N",
-        help="Number of steps. [default: 500, unless --epochs is given]",
+        help="Number of training steps. [default: 500, unless --epochs is passed]",
     ),
     epochs: float | None = option(
         TRAINING_PANEL,
@@ -189,7 +190,7 @@ def train(
         help="Number of passes over the training examples, instead of --steps.",
     ),
     batch_size: int = option(
-        TRAINING_PANEL, 32, "--batch-size", min=1, help="Number of examples per step, summed over all processes."
+        TRAINING_PANEL, 32, "--batch-size", min=1, help="Total number of examples per step over all processes."
     ),
     micro_batch_size: int | None = option(
         TRAINING_PANEL,
@@ -228,7 +229,7 @@ def train(
         False,
         "--compile",
         help="Compile the training step of the linearised model with torch.compile, and use CUDA graphs on a GPU. "
-        "Requires a C++ compiler. The first step takes minutes.",
+        "Requires a C++ compiler. The first step takes several minutes.",
     ),
     seed: int = option(TRAINING_PANEL, 0, "--seed", min=0, help="Seed for the order of the examples."),
     resume: bool = RESUME,
@@ -238,13 +239,14 @@ def train(
 ) -> None:
     """Train a task vector and write it, with its frozen head, to one file.
 
-    With --reg, the quadratic penalty of a bundle keeps the other tasks' outputs unchanged, so that vectors can be added
-    at α = 1. Pass a bundle of the other tasks (--reg others.kfac), or a bundle of all tasks and the bundle of the
-    trained task, which is then subtracted (--reg all.kfac --reg own.kfac).
+    With --reg, a quadratic penalty keeps the model's outputs on other tasks nearly unchanged, so that vectors can be
+    added at α = 1. The penalty is computed from the curvature in bundles. Pass a bundle of the other tasks (--reg
+    others.kfac), or a bundle of all tasks and the bundle of the trained task, which is then subtracted (--reg all.kfac
+    --reg own.kfac).
 
-    Ctrl-C saves the state beside the output. With --resume, the command continues from there, and the result has the
-    same bytes as that of an uninterrupted run. The loss, penalty and accuracy of each step are written to
-    FILE.metrics.jsonl. Processes started by torchrun or accelerate share each batch.
+    Ctrl-C saves the state beside the output. With --resume, the command continues from this state, and the result is
+    identical, byte for byte, to that of an uninterrupted run. The loss, penalty and accuracy of each step are written
+    to FILE.metrics.jsonl. Processes started by torchrun or accelerate share each batch.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed

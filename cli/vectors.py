@@ -1,4 +1,4 @@
-"""Commands that write one task vector: `extract` from a checkpoint, `refine` with curvature, and `negate`."""
+"""The commands `kfacpack extract`, `kfacpack refine` and `kfacpack negate`, which write a single task vector."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ExtractOutput(TypedDict):
     ranks: list[int]
     """Distinct ranks of the factors, in ascending order."""
     remainders: int
-    """Number of parameters with a float64 remainder, without which the vector would not restore them exactly."""
+    """Number of parameters with a float64 remainder, which is stored so that the checkpoint is restored exactly."""
     notes: list[str]
     """Differences between the checkpoint and the base model that do not prevent extraction."""
 
@@ -88,23 +88,24 @@ def extract(
         MODEL_PANEL,
         "float32",
         "--dtype",
-        help="Data type of the base model: the one that the model will have when the vector is added to it.",
+        help="Data type in which the base model is loaded. Pass the data type that the model will have when the vector "
+        "is added to it.",
     ),
     task: str | None = option(
         DATA_PANEL,
         None,
         "--task",
         metavar="TASK",
-        help="Task name to record in the vector. It is used to match bundles to the vector. [default: none]",
+        help="Task name to record in the vector. Bundles are matched to the vector by this name. [default: none]",
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Write the task vector of a checkpoint or LoRA adapter that was fine-tuned elsewhere.
 
-    --model is the base model that was fine-tuned. Adding the vector of a checkpoint to the base model restores
-    the weights of the checkpoint bit for bit. The vector of a LoRA adapter is stored as factors. Other adapters and
-    pickle files are not supported.
+    --model is the base model that was fine-tuned. Adding the vector of a checkpoint to the base model restores the
+    weights of the checkpoint bit for bit. The vector of a LoRA adapter is stored as factors. Other adapters and pickle
+    files are not supported.
 
     Differences in names, shapes, dtypes and frozen parameters are reported before anything is written.
     """
@@ -133,7 +134,7 @@ def extract(
 
 
 def _files(checkpoint: File) -> list[File]:
-    """Returns the input files of the command; for a folder, all files in it."""
+    """Returns the input files of the command. If the checkpoint is a folder, these are all files in the folder."""
     if not checkpoint:
         raise KfacpackError("CHECKPOINT is empty; expected a file, a folder or hf://OWNER/REPO")
     if is_reference(checkpoint) or not Path(checkpoint).is_dir():
@@ -184,7 +185,7 @@ class NegateOutput(VectorOutput):
     """Output of `kfacpack negate --json`."""
 
     alpha: float
-    """Factor α; the result is -α τ."""
+    """Factor α by which the negated vector is multiplied; the result is −α τ."""
 
 
 class RefineOutput(VectorOutput, MethodOutput):
@@ -215,7 +216,7 @@ def refine(
     """Reduce the effect of a task vector on other tasks, so that it can be added to the vectors of those tasks.
 
     The result has little effect on the outputs of the other tasks. On its own task, its effect stays as close as
-    possible to that of the original vector. Neither data nor training is needed.
+    possible to the effect of the original vector. Neither data nor training is needed.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import refine as refine_vector
@@ -246,7 +247,7 @@ def refine(
 def negate(
     vector: File = typer.Argument(..., metavar="FILE.safetensors", help="Task vector to negate."),
     output: Path = output_option("NEGATED.safetensors"),
-    alpha: float = option(METHOD_PANEL, 1.0, "--alpha", metavar="α", help="Factor α; the result is -α τ."),
+    alpha: float = option(METHOD_PANEL, 1.0, "--alpha", metavar="α", help="Factor α of the result −α τ."),
     save_model: Path | None = SAVE_MODEL,
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,

@@ -1,4 +1,4 @@
-"""Estimates, stores, compresses and merges the curvature of models as Kronecker factors, and uses it in training.
+"""Estimates, stores, compresses and merges the Kronecker-factored curvature of models, and uses it in training.
 
 The public names are listed in `__init__.pyi`. They are imported on first use, so that reading a manifest does not
 import torch.

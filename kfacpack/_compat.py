@@ -1,9 +1,9 @@
 """Checks for required packages, and workarounds for importing torchvision, timm, open_clip and transformers.
 
-`require` raises an error with the command to run if a package is missing or too old.
-`compiler_deferred` prevents model libraries from loading torch's compiler, which takes two seconds and is usually not
-needed. `make_torchvision_importable` makes a CUDA build of torchvision importable with a CPU-only torch.
-`silence_logging` suppresses the log messages that these libraries print to stderr.
+If a package is missing or too old, `require` raises an error that contains the command to install it.
+`compiler_deferred` prevents model libraries from importing torch's compiler. The import takes two seconds and is
+usually unnecessary. `make_torchvision_importable` makes a CUDA build of torchvision importable with a CPU-only torch.
+`silence_logging` suppresses the log messages that model libraries print to stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from kfacpack.errors import KfacpackError
 
 Extra = Literal["demo", "ray", "report", "timm"]
-"""Name of an optional part of kfacpack, such as `report` in `pip install 'kfacpack[report]'`."""
+"""Name of an extra of kfacpack (a group of optional packages), such as `report` in `pip install 'kfacpack[report]'`."""
 
 MINIMUM = {
     "datasets": "3.0.0",
@@ -48,7 +48,7 @@ MINIMUM = {
     "scikit-image": "0.22.0",
     "scikit-learn": "1.3.0",
 }
-"""Oldest supported version of each package. pyproject.toml has the same bounds, and `make compat` tests them."""
+"""Oldest supported version of each package, as in pyproject.toml. `make compat` runs tests with these versions."""
 
 EXTRAS: dict[Extra, tuple[str, ...]] = {
     "demo": ("scikit-learn", "scikit-image", "mlxtend", "fonttools", "matplotlib", "jinja2"),
@@ -56,7 +56,7 @@ EXTRAS: dict[Extra, tuple[str, ...]] = {
     "report": ("matplotlib", "jinja2"),
     "timm": ("timm",),
 }
-"""Packages in each extra, as listed in pyproject.toml."""
+"""Packages that each extra installs, as in pyproject.toml."""
 
 _MODULES = {
     "fonttools": "fontTools",
@@ -66,7 +66,7 @@ _MODULES = {
     "scikit-image": "skimage",
     "scikit-learn": "sklearn",
 }
-"""Import names of the packages whose name on PyPI is different."""
+"""Import names of the packages that have a different name on PyPI."""
 
 
 def require(*packages: str, extra: Extra | None = None, feature: str = "kfacpack") -> None:
@@ -74,7 +74,7 @@ def require(*packages: str, extra: Extra | None = None, feature: str = "kfacpack
 
     Args:
         *packages: Names of the packages on PyPI. Defaults to all packages in the extra.
-        extra: Extra of kfacpack that contains the packages; None for packages that kfacpack always needs.
+        extra: Extra of kfacpack that installs the packages; None for packages that kfacpack always needs.
         feature: Name of the feature that needs the packages, used in the error message.
 
     Raises:
@@ -149,9 +149,10 @@ class _CompilerImportHook:
 def compiler_deferred() -> Iterator[None]:
     """Defers the import of torch's compiler while other libraries are imported.
 
-    torchvision imports a function from torch._dynamo.utils that only `roi_align` calls, and timm decorates methods with
-    `torch.compiler.disable`. Inside this context, both functions are replaced by functions that import the compiler
-    when they are called. The originals are restored on exit. Does nothing if the compiler is already loaded.
+    Two imports would otherwise load the compiler. torchvision imports `is_compile_supported` from torch._dynamo.utils,
+    although only `roi_align` calls this function. timm decorates methods with `torch.compiler.disable`. Inside this
+    context, both functions are replaced by versions that import the compiler only when it is needed. The originals are
+    restored on exit. Does nothing if the compiler is already loaded.
 
     Yields:
         None.
@@ -190,13 +191,14 @@ OPERATORS = ("nms", "qnms")
 def make_torchvision_importable() -> None:
     """Imports torchvision if it is installed, even if it is a CUDA build and torch is CPU-only.
 
-    PyPI's torchvision is a CUDA build. Its C extension does not load into a CPU-only torch; torchvision ignores that,
-    but then fails when it registers fake implementations for two operators of the extension. This function declares
-    these operators. open_clip, timm and transformers import torchvision for image transforms, which do not use them.
+    PyPI's torchvision is a CUDA build, whose C extension cannot be loaded with a CPU-only torch. torchvision ignores
+    this error, but then fails to register fake implementations for two operators of the extension. This function
+    declares the two operators. open_clip, timm and transformers import torchvision for its image transforms, which do
+    not use these operators.
 
     The operators are declared only if the import fails because they are missing: a matching torchvision declares them
-    itself, and torch allows each operator to be declared only once. A declared operator has no kernel, so calling it
-    still raises an error. This function may be called repeatedly.
+    itself, and torch allows each operator to be declared only once. An operator declared here has no kernel, so calling
+    it still raises an error. This function may be called repeatedly.
 
     Raises:
         RuntimeError: If torchvision cannot be imported for another reason.
@@ -220,7 +222,7 @@ def make_torchvision_importable() -> None:
 def silence_logging() -> Iterator[None]:
     """Suppresses log records up to and including level ERROR.
 
-    The caller must check for the problems that such records would report, for example uninitialised weights.
+    The caller must check for the problems that these records would report, for example uninitialised weights.
 
     Yields:
         None.

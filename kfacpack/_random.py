@@ -1,6 +1,6 @@
 """Random numbers that are identical on every platform and with every version of numpy.
 
-They are derived from the raw stream of the counter-based generator Philox, keyed by a name and a number.
+The numbers are derived from the raw stream of the counter-based generator Philox, keyed by a name and a number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def philox_key(name: str, number: int = 0) -> tuple[int, int]:
-    """Returns the 128-bit key of a stream, as two 64-bit integers.
+    """Returns the 128-bit Philox key of a random stream, as two 64-bit integers.
 
     Args:
         name: Name of the stream.
@@ -33,15 +33,15 @@ def philox_key(name: str, number: int = 0) -> tuple[int, int]:
 class CounterRandom:
     """A reproducible random number generator, keyed by a name and a number.
 
-    numpy guarantees the raw stream of Philox across versions, but not the distributions that `numpy.random.Generator`
-    computes from it, so the distributions are implemented here.
+    numpy guarantees that the raw stream of Philox is the same in all versions. It does not guarantee this for the
+    distributions of `numpy.random.Generator`, so the distributions are implemented here.
     """
 
     def __init__(self, name: str, number: int = 0):
         self._source = np.random.Philox(key=np.array(philox_key(name, number), dtype=np.uint64))
 
     def uniform(self, shape: int | tuple[int, ...], low: float = 0.0, high: float = 1.0) -> NDArray[np.float32]:
-        """Returns float32 numbers drawn uniformly from [low, high), with 24 random bits each."""
+        """Returns float32 numbers drawn uniformly from [low, high), each with 24 random bits."""
         raw = self._source.random_raw(_count(shape)).reshape(shape)
         unit = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         return np.asarray(np.float32(low) + unit * np.float32(high - low), dtype=np.float32)
@@ -56,11 +56,11 @@ class CounterRandom:
         return np.asarray(self.uniform(shape) < np.float32(probability))
 
     def choice(self, items: Sequence[T]) -> T:
-        """Returns one item of a sequence, chosen uniformly."""
+        """Returns one item of a sequence, chosen uniformly at random."""
         return items[int(self.integers(len(items), 1)[0])]
 
     def permutation(self, count: int) -> NDArray[np.int64]:
-        """Returns a random permutation of 0 to `count - 1`."""
+        """Returns a random permutation of the integers from 0 to `count - 1`."""
         return np.argsort(self._source.random_raw(count), kind="stable")
 
     def normal(self, shape: tuple[int, ...]) -> NDArray[np.float32]:

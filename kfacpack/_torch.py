@@ -1,12 +1,12 @@
-"""Wrappers around all parts of torch that kfacpack uses although they are not public API.
+"""Wrappers around the private parts of torch that kfacpack uses.
 
-No other module of the package may use private names of torch, except `_compat`, which imports other libraries.
-Each docstring names the private attribute or function that is used. All functions are tested with torch 2.13:
-`tests/test_torch_private.py` has one test per function, and a failing test names its function.
+The only other module of the package that may use private names of torch is `_compat`. Each docstring names the private
+attribute or function that is used. All functions are tested with torch 2.13: `tests/test_torch_private.py` has one test
+per function, and the name of a failing test shows which function must be adapted.
 
-Two features depend on this module. `kp.estimate` reads the arguments that autograd nodes have saved, and has no
-other way to obtain them. `kp.linearize` computes tangents below autograd; if a private name that it needs is missing
-(see `missing_jvp_parts`), it falls back to `torch.func.jvp`.
+Two features depend on this module. `kp.estimate` reads the arguments that autograd nodes have saved, for which torch
+has no public API. `kp.linearize` computes tangents below autograd; if a private name that it needs is missing (see
+`missing_jvp_parts`), it falls back to `torch.func.jvp`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ VIEW_OPERATIONS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Alias"))
 def operation_name(node: Node) -> str:
     """Returns the name of an operation, such as `Addmm` or `NativeLayerNorm`.
 
-    Reads `node.name()`, which is public; the names it returns (`AddmmBackward0`) are not. Names of other
-    overloads (`MulBackward1`) and custom functions (`MyFunctionBackward`) are unchanged. Known to work with torch 2.13.
+    `node.name()` is public, but the names that it returns (`AddmmBackward0`) are not. Other overloads
+    (`MulBackward1`) and custom functions (`MyFunctionBackward`) keep their full names. Known to work with torch 2.13.
     """
     return node.name().removesuffix(_NODE_SUFFIX)
 
@@ -62,7 +62,7 @@ def accumulated_leaf(node: Node) -> Tensor | None:
 
 
 def saved(node: Node, name: str) -> Any:
-    """Returns a tensor or number that an operation has saved for its backward pass.
+    """Returns a value that an operation has saved for its backward pass.
 
     Reads `node._saved_<name>`. Known to work with torch 2.13.
 
@@ -81,7 +81,7 @@ def saved(node: Node, name: str) -> Any:
 
 
 def product_scales(node: Node) -> tuple[Any, Any]:
-    """Returns the factors (alpha, beta) of a matrix product. A factor that the operation does not have is 1.
+    """Returns the coefficients (alpha, beta) of a matrix product; 1 for a coefficient that the operation does not have.
 
     Reads `node._saved_alpha` and `node._saved_beta`. Known to work with torch 2.13.
     """
@@ -127,11 +127,11 @@ def input_shape(node: Node, slot: int) -> tuple[int, ...]:
 def call_backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tensor:
     """Runs the backward function of one operation, outside autograd's engine.
 
-    Calls the node itself. Known to work with torch 2.13.
+    Calls the node as a function. Known to work with torch 2.13.
 
     Args:
         node: The operation.
-        output: Index of the output to which `gradient` belongs; the gradients with respect to other outputs are zero.
+        output: Index of the output to which `gradient` belongs. The gradients of other outputs are taken to be zero.
         slot: Index of the input whose gradient is returned.
         gradient: The gradient with respect to the output.
 
@@ -139,12 +139,12 @@ def call_backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tenso
         The gradient with respect to the input, in the shape of the input.
 
     Raises:
-        KfacpackError: If the operation is a custom autograd function or comes from torch.compile.
+        KfacpackError: If the operation is a custom autograd function or was created by torch.compile.
     """
     call: Any = node
     if not callable(call):
-        problem = f"{node.name()!r} is not an operation of torch, so its backward function cannot be called"
-        raise KfacpackError(f"{problem}; estimate the model without torch.compile or custom autograd functions")
+        problem = f"{node.name()!r} is not a built-in operation of torch, so its backward function cannot be called"
+        raise KfacpackError(f"{problem}; use a model without torch.compile and without custom autograd functions")
     gradients: list[Tensor | None] = [None] * output_count(node)
     gradients[output] = gradient
     with torch.no_grad():
@@ -249,7 +249,7 @@ def missing_jvp_parts() -> tuple[str, ...]:
 autocast_disabled: Any = _lookup("torch._C._DisableAutocast")
 """Context manager that disables autocast.
 
-An alias of `torch._C._DisableAutocast`, not a wrapper, because it is entered for every operation. Unlike
+This is an alias of `torch._C._DisableAutocast` rather than a wrapper, because it is entered for every operation. Unlike
 `torch.autocast(enabled=False)`, it also works below autograd's dispatch key. Known to work with torch 2.13.
 """
 
@@ -262,8 +262,8 @@ _graph_is_kept: Any = _lookup("torch._C._autograd._get_current_graph_task_keep_g
 class DispatchMode(_lookup("torch.utils._python_dispatch.TorchDispatchMode") or object):  # type: ignore[misc]
     """Base class of context managers that intercept operations below autograd, in `__torch_dispatch__`.
 
-    A subclass of `torch.utils._python_dispatch.TorchDispatchMode`. It overrides `_should_skip_dynamo`, because torch
-    would otherwise import its compiler, which takes seconds. Known to work with torch 2.13.
+    Extends `torch.utils._python_dispatch.TorchDispatchMode`. Overrides `_should_skip_dynamo`, because torch would
+    otherwise import its compiler, which takes seconds. Known to work with torch 2.13.
     """
 
     @classmethod
@@ -296,7 +296,7 @@ def forward_ad_below_autograd(*, visible: bool = False) -> Iterator[None]:
 def below_autograd(*, bypass: bool = True) -> Iterator[None]:
     """Disables gradients, autocast and inference mode.
 
-    With `bypass`, operations also skip the dispatch to autograd. Uses `torch._C._DisableAutocast` and, where torch
+    If `bypass` is True, operations also skip autograd's dispatch key. Uses `torch._C._DisableAutocast` and, where torch
     provides it, `torch._C._AutoDispatchBelowAutograd`. Known to work with torch 2.13.
     """
     with (
@@ -328,7 +328,7 @@ def is_mutating(operator: Any) -> bool:
 
 
 def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the arguments of a call that a mutating operator writes to; lists of tensors are flattened.
+    """Returns those arguments of a call to which a mutating operator writes. Lists of tensors are flattened.
 
     Reads `alias_info` of `OpOverload._schema.arguments`. Known to work with torch 2.13.
     """
@@ -341,7 +341,7 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 def callable_of(value: Any) -> Any:
     """Returns the function that an operator calls; returns other values unchanged.
 
-    Calling it directly saves a Python frame. Reads `OpOverload._op` if available. Known to work with torch 2.13.
+    A direct call avoids one Python frame. Reads `OpOverload._op` if available. Known to work with torch 2.13.
     """
     return getattr(value, "_op", value) if isinstance(value, torch._ops.OpOverload) else value
 
@@ -364,7 +364,7 @@ def bound_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 def attention_operators() -> list[Any]:
     """Returns the fused kernels of scaled dot-product attention, which have no forward-mode derivative.
 
-    Looks up `torch.ops.aten._scaled_dot_product_*`; skips missing ones. Known to work with torch 2.13.
+    Looks up `torch.ops.aten._scaled_dot_product_*` and skips missing kernels. Known to work with torch 2.13.
     """
     kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     packets = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}", None) for kernel in kernels]
@@ -418,9 +418,9 @@ def set_to_zero(tensors: Sequence[Tensor]) -> None:
 
 
 def largest_magnitude(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the largest magnitude in tensors on one device, as a 0-d float32 tensor; NaN and Inf propagate.
+    """Returns the largest absolute value in a list of tensors, as a 0-d float32 tensor. NaN and Inf propagate.
 
-    Calls `torch._foreach_norm`. Known to work with torch 2.13.
+    All tensors must be on the same device. Calls `torch._foreach_norm`. Known to work with torch 2.13.
     """
     norms = torch._foreach_norm(list(tensors), float("inf"))
     return torch.stack([norm.float() for norm in norms]).amax()
@@ -455,7 +455,7 @@ def tensor_versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def tensor_layouts(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """Returns the type, layout, dtype and device of each tensor. For a tensor with hooks, returns only the hooks.
+    """Returns the type, memory layout, dtype and device of each tensor, or only its hooks if the tensor has hooks.
 
     Reads `Tensor._backward_hooks`, which is None for a tensor without hooks. Known to work with torch 2.13.
     """

@@ -1,6 +1,6 @@
 """Exceptions that kfacpack raises for invalid input, and helpers for their messages.
 
-Every message names the file or object, the actual and the expected value and, if there is one, a remedy.
+Every message names the file or object, the value found, the value expected and, if possible, a remedy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 class KfacpackError(Exception):
     """Base class of all errors that are caused by invalid input or usage.
 
-    The command line prints the message to stderr and exits with code 2.
+    The `kfacpack` command prints the message to stderr and exits with code 2.
 
     Example:
         >>> try:
@@ -75,9 +75,9 @@ class BundleError(KfacpackError):
 
 
 class CorruptTensor(BundleError):  # noqa: N818 - part of the public API under this name
-    """Raised when a tensor's bytes do not match the SHA-256 in the manifest, or contain invalid values.
+    """Raised when a tensor's bytes do not match the SHA-256 hash in the manifest, or contain invalid values.
 
-    It has the attributes of `BundleError`; `where` names the tensor.
+    Has the same attributes as `BundleError`; `where` is the name of the tensor.
 
     Example:
         >>> try:
@@ -119,7 +119,7 @@ class ProcessLostError(KfacpackError):
 
 
 class VerificationError(KfacpackError):
-    """Raised when a file fails verification. The command line then exits with code 1."""
+    """Raised when a file fails verification. The `kfacpack` command then exits with code 1."""
 
 
 def printable(text: str, max_length: int = 400) -> str:
@@ -141,7 +141,7 @@ def first_line(message: object) -> str:
     """Returns the first informative line of an error message.
 
     Args:
-        message: An exception, or the message of a server as a string.
+        message: An exception, or an error message as a string.
 
     Returns:
         The line without its final period, or the name of the type of `message` if there is no such line.
@@ -159,7 +159,7 @@ def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: flo
 
     Args:
         name: The unknown name. A value of another type is converted to a string.
-        names: The valid names. Upper and lower case are treated as equal.
+        names: The valid names. The comparison ignores case.
         count: Maximum number of suggestions.
         cutoff: Minimum similarity, from 0 to 1, as in `difflib.get_close_matches`.
     """
@@ -172,7 +172,7 @@ def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: flo
 
 
 def abbreviate(words: Iterable[str], limit: int = 16) -> str:
-    """Joins words with commas; if there are more than `limit`, replaces the remaining words with "and N more"."""
+    """Joins words with commas. Words after the first `limit` words are replaced with "and N more"."""
     listed = list(words)
     more = [f"and {len(listed) - limit} more"] if len(listed) > limit else []
     return ", ".join([*listed[:limit], *more])

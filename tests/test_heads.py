@@ -141,7 +141,7 @@ def test_auto_chooses_the_first_kind_that_is_possible(model, vision_only, task):
 def test_a_class_without_examples_is_named(vision_only, tmp_path):
     counts = {"train": {"red": 2, "green": 2}, "test": {"red": 1, "green": 1, "blue": 1}}
     task = load_task("colours", write_images(tmp_path, counts))
-    with refused(KfacpackError, "colours: class 'blue' has no example in split 'train'"):
+    with refused(KfacpackError, "colours: class 'blue' has no examples in split 'train'"):
         head_for(vision_only, task)
 
 
@@ -151,7 +151,7 @@ def test_impossible_heads_are_refused(model, vision_only, task):
     with refused(KfacpackError, "colours has no prompt templates"):
         head_for(model, ChangedTask(task, templates=()), kind="text")
     for kind in ("text", "prototypes"):
-        with refused(KfacpackError, "colours: unknown class names"):
+        with refused(KfacpackError, "colours: the class names are unknown"):
             head_for(model, ChangedTask(task, classes=None), kind=kind)
     with refused(KfacpackError, "head 'guess'", "auto, text, words or prototypes"):
         head_for(model, task, kind="guess")

@@ -12,9 +12,10 @@ Let G' be the compressed curvature. The error of `quadratic` depends on the dist
 - Task vectors along the curvature, as training produces them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Block
   codecs have large errors here, because they drop the large part of G that is outside the diagonal blocks.
 
-The search prefers choices that satisfy two conditions. The error on random τ is smaller, by a margin, than that of any
-single codec for all matrices, and the error along the curvature is not larger than that of any single codec. Among the
-choices that satisfy both, the one with the smallest product of the two errors is chosen.
+The search compares each choice with the use of a single codec for all matrices, and prefers choices that satisfy two
+conditions. The error on random τ must be smaller, by a margin, than the error of every single codec. The error along
+the curvature must not exceed the error of any single codec. Among the choices that satisfy both conditions, the choice
+with the smallest product of the two errors is taken.
 
 To find choices, the search minimises, for several relative weights κ,
 
@@ -27,9 +28,9 @@ the current value μ of the trace. With a price λ per byte, the contribution of
     2 ‖G − G'‖²  +  2 μ tr(G − G')  +  κ |<G − G', G>|  +  λ · bytes.
 
 The options for B and A of a block are chosen jointly, because the error of a block depends on both. The smallest λ for
-which the result fits into the budget is found by bisection, and μ is updated after each such round. Then the options of
-individual blocks are changed to use the remaining bytes. The final choice is made among the results for all κ and the
-single codecs, by the conditions above.
+which the result fits into the budget is found by bisection. After each bisection, μ is updated. Then the options of
+individual blocks are changed to use the remaining bytes. The conditions above decide between the results for all κ and
+the single codecs.
 """
 
 from __future__ import annotations
@@ -70,18 +71,18 @@ CANDIDATES = tuple(
         ),
     )
 )
-"""Codecs that are tried in addition to no compression. Structural codecs in float32 are not included: for the same
-size, keeping twice as many values in two bytes each has a smaller error."""
+"""Codecs that are tried in addition to no compression. Structural codecs in float32 are not included, because keeping
+twice as many values in two bytes each takes the same space and has a smaller error."""
 
 
 class ShapeOnly(MatrixTensors):
-    """Components that have a dtype and a shape, but no values."""
+    """Components of which only the dtypes and shapes are kept."""
 
     def __init__(self, specs: Mapping[str, Spec]):
         self.specs = specs
 
     def __getitem__(self, name: str) -> Tensor:
-        raise TypeError(f"component {name!r} has a shape but no values")
+        raise TypeError(f"the values of component {name!r} were not kept, only its dtype and shape")
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ class Option:
     chain: CodecChain
     """The codec that was requested."""
     encoded: Mapping[int, tuple[CodecChain, Matrix]]
-    """The applied steps and the compressed matrix without its values, by the id of each original matrix."""
+    """The applied steps and a placeholder for the compressed matrix, by the id of each original matrix."""
     sides: Mapping[tuple[int, ...], FactorPair]
-    """Inner products of the original and compressed matrices on each side of a block, by the ids of the originals."""
+    """Inner products of the matrices on one side of a block, by the ids of the original matrices on this side."""
     nbytes: int
     """Size of the group in a file, in bytes."""
 
@@ -103,24 +104,24 @@ class MatrixGroup:
     """The distinct options for a group of matrices."""
 
     options: tuple[Option, ...]
-    """The options. The first leaves the matrices unchanged."""
+    """The options. The first option leaves the matrices unchanged."""
     option_of: Mapping[CodecChain, int]
-    """Index of the option that each candidate results in. Several candidates may result in the same option."""
+    """Index of the option for each candidate codec. Several codecs may lead to the same option."""
 
 
 @dataclass(frozen=True)
 class ErrorTable:
-    """The errors of a block for every combination of options for its B and its A, or for every option of its G."""
+    """The errors of a block for every combination of options for its B and A, or for every option for its G."""
 
     groups: tuple[int, ...]
-    """Indices of the groups that contain the matrices B and the matrices A, or index of the group of G."""
+    """Index of the group of the matrices B and index of the group of the matrices A, or index of the group of G."""
     moments: tuple[Tensor, ...]
-    """The result of `moment_table`. Each tensor has one dimension per group, which indexes its options."""
+    """The result of `moment_table`. Each tensor has one dimension per group, which indexes the options of the group."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """All groups of a curvature with their options, and the errors of all blocks."""
+    """All groups of matrices in a curvature, the options of each group, and the errors of all blocks."""
 
     groups: tuple[MatrixGroup, ...]
     """One entry per group of matrices."""
@@ -133,7 +134,7 @@ class Candidates:
 
         Args:
             curvature: The curvature to compress.
-            on_progress: Called with the number of groups done and the total number.
+            on_progress: Called with the number of groups processed and the total number.
 
         Returns:
             The sizes and errors of all options.
@@ -151,7 +152,7 @@ class Candidates:
 def _group_members(curvature: Curvature) -> list[tuple[list[Matrix], list[tuple[Matrix, ...]]]]:
     """Returns, for each group, its matrices and the sides of blocks in which they occur.
 
-    A side is a tuple of the matrices B, or of the matrices A, of all terms of a block. Sides that have a matrix in
+    A side of a block is the tuple of the matrices B of all its terms, or of the matrices A. Sides that have a matrix in
     common belong to the same group.
     """
     sides = {tuple(map(id, side)): side for block in curvature.blocks for side in block.structure.sides}
@@ -186,14 +187,14 @@ def _try_candidates(matrices: list[Matrix], sides: list[tuple[Matrix, ...]]) -> 
 
 
 class CachedDense(Dense):
-    """A dense matrix that caches its eigenvalues and eigenvectors, which many candidates use."""
+    """A dense matrix that caches its eigenvalues and eigenvectors, because many candidate codecs need them."""
 
     @cached_property
     def _eigenpairs(self) -> dict[int, tuple[Tensor, Tensor]]:
         return {}
 
     def leading_eigenpairs(self, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the `width` eigenvalues of largest magnitude and their eigenvectors, computed once per width."""
+        """Returns the `width` eigenvalues of largest magnitude and their eigenvectors. They are computed only once."""
         if width not in self._eigenpairs:
             self._eigenpairs[width] = super().leading_eigenpairs(width)
         return self._eigenpairs[width]
@@ -207,7 +208,7 @@ def _cached_dense(matrix: Matrix) -> Matrix:
 
 
 def _shapes_only(matrix: Matrix) -> Matrix:
-    """Returns a matrix of the same form whose components have the same dtypes and shapes, but no values."""
+    """Returns a placeholder with the form of a matrix and the dtypes and shapes of its components, but no values."""
     components = ShapeOnly(dict(matrix.components.specs))
     return type(matrix)(matrix.side, components, psd=matrix.psd, examples=matrix.examples, positions=matrix.positions)
 
@@ -223,10 +224,10 @@ def _error_table(block: CurvatureBlock, groups: list[MatrixGroup], group_of: Map
 
 
 def _spread_options(side: FactorPair, dim: int, count: int) -> FactorPair:
-    """Reshapes the tensors of one side of a block, so that they can be broadcast with those of the other side.
+    """Reshapes the tensors of one side of a block so that they can be broadcast with the tensors of the other side.
 
-    The first dimension, which indexes the options, becomes dimension `dim` of `count` leading dimensions. The others
-    have length 1.
+    The first dimension, which indexes the options, becomes dimension `dim` of `count` leading dimensions. The other
+    leading dimensions have length 1.
     """
     shape = [1] * count
     shape[dim] = -1
@@ -248,7 +249,7 @@ _ROUNDS, _PRICES, _SWEEPS = 4, 24, 6
 
 @dataclass(frozen=True)
 class TotalError:
-    """The size of the matrices for a choice of options, and the errors relative to G."""
+    """The size of the matrices for a choice of options, and the relative errors of the compressed curvature."""
 
     nbytes: int
     """Size of the matrices in bytes."""
@@ -297,7 +298,7 @@ class BudgetSearch:
             single: Choices that use one codec for all matrices. They are considered regardless of their size.
 
         Returns:
-            The best choice, or None if even the smallest options exceed the limit.
+            The best choice, or None if even the smallest option for every group exceeds the limit.
         """
         if self.total(self.smallest()).nbytes > limit:
             return None
@@ -344,7 +345,7 @@ class BudgetSearch:
     def _choices_within(self, limit: int, rate: float) -> Iterator[OptionIndices]:
         """Yields one choice within the limit for each of several values of μ.
 
-        The value of μ is updated with the trace of the error of each choice.
+        After each choice, μ is moved towards the trace of the error of this choice.
         """
         mu = 0.0
         for _ in range(_ROUNDS):
@@ -354,9 +355,9 @@ class BudgetSearch:
             mu = (mu + self.total(picks).trace) / 2
 
     def _minimize_within(self, limit: int, mu: float, rate: float) -> OptionIndices:
-        """Returns the choice that minimises the sum of the contributions of all blocks at a price per byte.
+        """Returns a choice within the limit that minimises the sum of the contributions of all blocks.
 
-        The price is the smallest one for which this choice is within the limit.
+        The contributions include a price per byte. The smallest price at which the choice is within the limit is used.
         """
         picks = self.smallest()
         low, high = 1e-24, 1.0
@@ -372,7 +373,7 @@ class BudgetSearch:
     def _minimize_at_price(self, start: OptionIndices, price: float, mu: float, rate: float) -> OptionIndices:
         """Minimises the sum of the contributions of all blocks at a given price per byte.
 
-        One block at a time is improved until no block has a better option.
+        The options of one block at a time are improved, until no block has better options.
         """
         picks = list(start)
         for _ in range(_SWEEPS):
@@ -386,9 +387,9 @@ class BudgetSearch:
         return tuple(picks)
 
     def _use_remaining_bytes(self, start: OptionIndices, limit: int, rate: float) -> OptionIndices:
-        """Changes the options of one block at a time, as long as the error decreases within the limit.
+        """Changes the options of one block at a time, as long as this reduces the error and stays within the limit.
 
-        The block with the largest reduction of the error per added byte is changed first.
+        The block whose change reduces the error most per added byte is changed first.
         """
         picks = list(start)
         while True:
@@ -421,8 +422,8 @@ class BudgetSearch:
     def _losses(self, change: OptionChange, picks: list[int]) -> NDArray[np.float64]:
         """Returns the total errors of all blocks that a change affects, for each combination of its options.
 
-        Groups that do not change have the options in `picks`. The shape of the result is (3, options of the first
-        group, options of the second group or 1).
+        The groups that the change does not affect have the options in `picks`. The shape of the result is (3, options
+        of the first group, options of the second group or 1).
         """
         rows, columns = change.nbytes.shape
         free = {change.first: np.arange(rows)[:, None], change.second: np.arange(columns)}
@@ -447,11 +448,11 @@ class OptionChange:
     """Groups and errors of all affected blocks."""
 
     def index(self, picks: Sequence[int]) -> tuple[int, int]:
-        """Returns the index of the picked options in `nbytes`."""
+        """Returns the index in `nbytes` of the options in `picks`."""
         return picks[self.first], 0 if self.second is None else picks[self.second]
 
     def apply(self, option: int, picks: list[int]) -> None:
-        """Sets the options in `picks` to the combination with index `option` in `nbytes`, counted row by row."""
+        """Sets the options in `picks` to the combination with index `option` in the flattened `nbytes`."""
         row, column = divmod(option, self.nbytes.shape[1])
         picks[self.first] = row
         if self.second is not None:
@@ -459,10 +460,10 @@ class OptionChange:
 
 
 def _objective(lost: Any, trace: Any, along: Any, rate: float) -> Any:
-    """Computes the objective, 2 ‖G − G'‖² + (tr(G − G'))² + κ |<G − G', G>|, from errors as numbers or arrays."""
+    """Computes the objective, 2 ‖G − G'‖² + (tr(G − G'))² + κ |<G − G', G>|. The errors may be numbers or arrays."""
     return 2 * lost + trace**2 + rate * along
 
 
 def _at_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns an index into a table of errors, which selects all three errors for the given options."""
+    """Returns an index into a table of errors that selects all three errors for the given options."""
     return (slice(None), *index)

@@ -1,20 +1,20 @@
-"""Codecs, which replace a matrix by a smaller approximation, and chains of codecs such as "block:8+int8".
+"""Codecs, which replace a matrix with a smaller approximation, and chains of codecs such as "block:8+int8".
 
 A structural codec chooses which values are kept:
 
 - `block:K`: K diagonal blocks of the matrix. The diagonal, and therefore the trace, does not change.
-- `svd:R`, `svd:P%`: the R eigenvalues of largest magnitude and their eigenvectors, where R can be given as a percentage
-  P of the side length. This is the best approximation of rank R.
-- `prune:P%`: the P % of the entries that have the largest magnitudes. An entry takes three numbers, its value and two
-  coordinates, so keeping a third of the entries saves no space.
+- `svd:R`, `svd:P%`: the R eigenvalues of largest magnitude and their eigenvectors. R may be given as a percentage P of
+  the side length. The result is the best approximation of rank R.
+- `prune:P%`: the P % of the entries that have the largest magnitudes. Each of them takes three numbers, its value and
+  two coordinates, so keeping a third of the entries saves no space.
 
 A number codec chooses how each value is stored:
 
 - `int8`: integers from -127 to 127, which are multiplied by one scale factor per stored row.
-- `fp16`: float16, with 11 bits of precision for magnitudes from 6e-5 to 65504. The entries of B are often smaller,
-  because gradients are small. A matrix that exceeds the range of float16, or that is more accurate in bfloat16, is
-  stored in bfloat16.
-- `bf16`: bfloat16, with 8 bits of precision in the range of float32.
+- `fp16`: float16, with 11 bits of precision for magnitudes from 6e-5 to 65504. The entries of B are often below this
+  range, because gradients are small. A matrix that exceeds the range of float16, or that is more accurate in bfloat16,
+  is stored in bfloat16.
+- `bf16`: bfloat16, with 8 bits of precision and the range of float32.
 
 To add a codec, define a class and list it in `CODECS`.
 
@@ -52,7 +52,7 @@ class Codec(ABC):
     """A lossy compression step for one matrix."""
 
     name: ClassVar[str]
-    """Name in a codec spec."""
+    """Name of the codec in a spec."""
     usage: ClassVar[str]
     """Syntax for help and error messages, such as block:K."""
     structural: ClassVar[bool]
@@ -77,7 +77,7 @@ class Codec(ABC):
         """Returns the dtype and shape of each component of the compressed matrix, without compressing the matrix.
 
         Args:
-            matrix: The matrix in the form in which it is saved, with or without values.
+            matrix: The matrix, in the form in which it is saved. Its values are not read.
 
         Returns:
             Dtype and shape by component name, or None if the codec cannot be applied to the matrix.
@@ -91,7 +91,7 @@ class Codec(ABC):
     def argument_error(cls, argument: str | None, expected: str) -> KfacpackError:
         """Returns the error to raise if the argument of the codec is not valid. Its message ends with `expected`."""
         spec = cls.name if argument is None else f"{cls.name}:{argument}"
-        return KfacpackError(f"codec {spec!r}: expected {cls.usage}, {expected}")
+        return KfacpackError(f"invalid codec {spec!r}; expected {cls.usage}, {expected}")
 
 
 def parse_count(argument: str | None) -> int | None:
@@ -198,7 +198,7 @@ class SvdCodec(Codec):
     """`svd:R` or `svd:P%`: keeps the eigenvalues of largest magnitude and their eigenvectors."""
 
     size: int | float
-    """The rank, as an int, or the rank as a fraction of the side length of the matrix, as a float."""
+    """The rank if it is an int, or the rank as a fraction of the side length of the matrix if it is a float."""
 
     name = "svd"
     usage = "svd:R or svd:P%"
@@ -212,7 +212,7 @@ class SvdCodec(Codec):
         if size is None:
             raise cls.argument_error(
                 argument,
-                "where R is the rank and P the rank as a percentage of the side length of the matrix; for example, "
+                "where R is the rank and P is the rank as a percentage of the side length of the matrix; for example, "
                 "svd:32 or svd:25%",
             )
         return cls(size)
@@ -272,7 +272,7 @@ class HalfCodec(NumberCodec):
     """Base class of codecs that store each value in two bytes."""
 
     file_type: str
-    """Dtype of the values, by its name in safetensors files."""
+    """Name of the dtype of the values in safetensors files."""
 
     def specs(self, matrix: Matrix) -> Specs | None:
         """Returns the dtype and shape of each component: `data` takes two bytes per value, and `scale` is omitted."""
@@ -337,9 +337,9 @@ class Int8Codec(NumberCodec):
 CODECS: dict[str, type[Codec]] = {
     codec.name: codec for codec in (BlockCodec, SvdCodec, PruneCodec, Int8Codec, Fp16Codec, Bf16Codec)
 }
-"""Codecs by name."""
+"""Codec classes by name."""
 
-EXAMPLES = "block:8+int8, svd:32+fp16, prune:15%, int8"
+EXAMPLES = "block:8+int8, svd:32+fp16, prune:15% or int8"
 """Examples of specs for help and error messages."""
 
 
@@ -347,7 +347,7 @@ EXAMPLES = "block:8+int8, svd:32+fp16, prune:15%, int8"
 class CodecChain:
     """A chain of at most one structural codec, followed by at most one number codec.
 
-    An empty chain does not change a matrix.
+    An empty chain leaves every matrix unchanged.
     """
 
     steps: tuple[Codec, ...] = ()
@@ -368,14 +368,15 @@ class CodecChain:
                 invalid combination.
         """
         if not isinstance(spec, str):
-            raise KfacpackError(f"expected a codec as a string such as {EXAMPLES}, got {type(spec).__name__}")
+            raise KfacpackError(f"expected a codec string, such as {EXAMPLES}; got {type(spec).__name__}")
         supported = ", ".join(codec.usage for codec in CODECS.values())
         steps = []
         for part in spec.strip().split("+"):
             name, colon, argument = part.strip().partition(":")
             if name not in CODECS:
                 raise KfacpackError(
-                    f"unknown codec {part!r} in {spec!r}: expected one of {supported}, joined by +, such as {EXAMPLES}"
+                    f"unknown codec {part!r} in {spec!r}; expected codecs joined by +, such as {EXAMPLES}. "
+                    f"Available codecs: {supported}"
                 )
             steps.append(CODECS[name].parse(argument if colon else None))
         if [step.structural for step in steps] not in ([True], [False], [True, False]):
@@ -383,8 +384,8 @@ class CodecChain:
                 ", ".join(codec.usage for codec in CODECS.values() if codec.structural is structural)
                 for structural in (True, False)
             )
-            expected = f"expected at most one of {structures}, then at most one of {numbers}"
-            raise KfacpackError(f"codec {spec!r}: {expected}")
+            expected = f"expected at most one of {structures}, followed by at most one of {numbers}"
+            raise KfacpackError(f"invalid combination of codecs {spec!r}; {expected}")
         return cls(tuple(steps))
 
     def __str__(self) -> str:
@@ -392,7 +393,7 @@ class CodecChain:
 
     @property
     def structure(self) -> Codec | None:
-        """The structural codec, or None if the chain has none."""
+        """The structural codec, or None if the chain has no structural codec."""
         return next((step for step in self.steps if step.structural), None)
 
     def encode(self, matrix: Matrix) -> tuple[CodecChain, Matrix]:
@@ -415,10 +416,12 @@ class CodecChain:
         return CodecChain(tuple(applied)), encoded
 
     def shape_of(self, matrix: Matrix) -> Matrix:
-        """Returns the compressed matrix without values, to determine its size without compressing the matrix.
+        """Returns a placeholder for the compressed matrix, which has its form, dtypes and shapes, but no values.
+
+        The placeholder is used to determine the size of the compressed matrix without compressing the matrix.
 
         Args:
-            matrix: The matrix to compress, with or without values.
+            matrix: The matrix to compress. Its values are not read.
         """
         encoded = matrix
         for step in self.steps:

@@ -53,8 +53,8 @@ def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int
         spec: A structural codec (`block:K`, `svd:R`, `svd:P%` or `prune:P%`), a number codec (`int8`, `fp16` or
             `bf16`), or one of each joined by +, such as "block:8+int8".
         budget: Maximum size of the saved bundle: a size such as "70MB", a percentage such as "10%" of the size of all
-            matrices in dense float32, or a number of bytes. It is passed instead of `spec`. The codecs of the matrices
-            are then chosen such that the total error is small.
+            matrices in dense float32, or a number of bytes. Pass either `spec` or `budget`. For a budget, a codec is
+            chosen for each matrix such that the total error is small.
 
     Returns:
         The compressed curvature.
@@ -71,7 +71,7 @@ def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int
         True
     """
     if not isinstance(curvature, Curvature):
-        raise KfacpackError(f"expected a curvature, such as kp.load(path), got {type(curvature).__name__}")
+        raise KfacpackError(f"expected a curvature, such as kp.load(path); got {type(curvature).__name__}")
     return compress_with(curvature, choose_codecs(curvature, spec, budget))[0]
 
 
@@ -91,8 +91,8 @@ def choose_codecs(
         curvature: The curvature to compress.
         spec: See `compress`.
         budget: See `compress`.
-        on_progress: Called with the number of groups of matrices done and the total number. The matrices of a group
-            share one codec.
+        on_progress: Called with the number of groups of matrices processed and the total number. The matrices of a
+            group share one codec.
         with_vector: Whether the file will also contain the errors on a task vector, which take additional space.
 
     Returns:
@@ -108,7 +108,7 @@ def choose_codecs(
     if budget is not None and spec is None:
         return _choose_for_budget(curvature, budget, on_progress, with_vector)
     count = "neither" if spec is None else "both"
-    raise KfacpackError(f"expected either a codec, such as block:8+int8, or a budget, such as 70MB or 10%, got {count}")
+    raise KfacpackError(f"expected either a codec, such as block:8+int8, or a budget, such as 70MB or 10%; got {count}")
 
 
 def _choose_for_budget(
@@ -133,16 +133,17 @@ def _fit_budget(files: _CandidateFiles, search: BudgetSearch, limit: int, budget
         if excess <= 0:
             return picks
         header += excess
-    # If the header is larger than the matrices, a codec with more tensors may make the file larger.
+    # If the header is larger than the matrices, a codec that needs more tensors may increase the size of the file.
     sizes = {picks: files.size(picks) for picks in (*single, search.smallest(), search.unchanged())}
     if (smallest := min(sizes.values())) > limit:
-        raise KfacpackError(f"budget {budget!r} is {limit:,} bytes, but the smallest file found has {smallest:,} bytes")
+        problem = f"budget {budget!r} is {limit:,} bytes, but the smallest file found has {smallest:,} bytes"
+        raise KfacpackError(f"{problem}; increase the budget")
     return min((picks for picks in sizes if sizes[picks] <= limit), key=lambda picks: search.total(picks).random)
 
 
 @dataclass(frozen=True)
 class _CandidateFiles:
-    """Determines the name and the exact size of the file that would result from a choice of options."""
+    """Determines the name of a choice of options and the exact size of the file that would result from it."""
 
     curvature: Curvature
     candidates: Candidates
@@ -158,8 +159,8 @@ class _CandidateFiles:
     def size(self, picks: OptionIndices) -> int:
         """Returns the exact size of the file in bytes, for a choice of options.
 
-        It follows from the shapes of the compressed matrices and the errors that the file records. Errors on a task
-        vector are not known yet, so they are assumed to have as many digits as possible.
+        The size follows from the shapes of the compressed matrices and from the errors that the file records. Errors on
+        a task vector are not known yet, so the function assumes that they have as many digits as possible.
         """
         encoded: dict[int, tuple[CodecChain, Matrix]] = {}
         sides: dict[tuple[int, ...], FactorPair] = {}
@@ -187,8 +188,8 @@ def compress_with(
     Args:
         curvature: The curvature to compress.
         choice: The codec for each matrix.
-        vector: A task vector for which the error of `quadratic` is also measured. Defaults to no such measurement.
-        on_progress: Called with the number of blocks done and the total number.
+        vector: A task vector on which the error of `quadratic` is measured, or None to skip this measurement.
+        on_progress: Called with the number of blocks processed and the total number.
 
     Returns:
         The compressed curvature, and a report on its sizes and errors.
@@ -215,7 +216,7 @@ def compress_with(
 
 
 def _vector_measure(curvature: Curvature, vector: Vector) -> Measure:
-    """Returns a function that computes `quadratic` of a task vector for a block before and after compression."""
+    """Returns a function that computes `quadratic` of a block on a task vector, before and after compression."""
     shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
 
     def measure(before: CurvatureBlock, after: CurvatureBlock) -> tuple[float, float]:

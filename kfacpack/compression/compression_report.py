@@ -1,4 +1,4 @@
-"""Exact errors of compression, computed without forming Kronecker products, and reports of sizes and errors.
+"""Exact compression errors, computed without forming Kronecker products, and reports on sizes and errors.
 
 A block is G = Σ_t w_t ⊗_k M_kt, where t runs over its terms and k over the sides of the product. The sides are B and A,
 or G alone if the block is a single matrix. Let N be the compressed matrices, D = M − N, and G' the compressed block.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     QuadraticPair = tuple[float, float]
     """Values of `quadratic` on a task vector, before and after compression."""
     Measure = Callable[[CurvatureBlock, CurvatureBlock], QuadraticPair]
-    """A function that computes `quadratic` for a block before and after compression."""
+    """A function that computes `quadratic` of a block on a task vector, before and after compression."""
     FactorPairs = Mapping[tuple[int, ...], "FactorPair"]
     """The inner products on one side of a block, by the ids of the original matrices on this side."""
 
@@ -108,8 +108,8 @@ def _ratio(lost: float, total: float) -> float:
 class FactorPair:
     """Inner products and traces of the matrices on one side of a block with T terms, such as the factors B.
 
-    M_t are the original matrices, N_t the compressed matrices, and D_t = M_t − N_t. Leading dimensions of the tensors
-    index alternative choices of the N_t.
+    M_t are the original matrices, N_t are the compressed matrices, and D_t = M_t − N_t. Leading dimensions of the
+    tensors index alternative choices of the N_t.
     """
 
     gram: Tensor
@@ -175,14 +175,14 @@ def compare(before: Sequence[Matrix], after: Sequence[Matrix]) -> FactorPair:
 
 
 def moments(weights: Sequence[float], sides: Sequence[FactorPair]) -> Moments:
-    """Computes norms and traces of a block G = Σ_t weights[t] · B_t ⊗ A_t, or of a single matrix G, and of its error.
+    """Computes norms and traces of a block G = Σ_t weights[t] · B_t ⊗ A_t, or of a single matrix G, and of the error.
 
     Args:
         weights: Weight of each term; (1,) for a single matrix.
         sides: Inner products of the matrices B and of the matrices A, or of the single matrix.
 
     Returns:
-        The norms and traces of the original block and of the difference that compression makes.
+        The norms and traces of the original block and of its compression error.
     """
     return Moments(*(float(moment) for moment in moment_table(weights, sides)))
 
@@ -230,7 +230,7 @@ class BlockCompressionReport:
     kept: tuple[str, ...]
     """Roles of the matrices that are unchanged because no step made them smaller."""
     bytes: int
-    """Size of the block's matrices in a file, in bytes. Matrices that an earlier block shares are not included."""
+    """Size of the block's matrices in a file, in bytes. Matrices shared with an earlier block are not included."""
     dense_bytes: int
     """Size of the same matrices in dense float32, in bytes. Diagonal matrices count as vectors."""
     moments: Moments
@@ -285,7 +285,7 @@ def assemble_report(
         block: The original block.
         encoded: The compressed matrices, by the ids of the original matrices.
         sides: The inner products on each side, by the ids of the original matrices on this side.
-        counted: Ids of the compressed matrices in earlier blocks. The function adds those in this block.
+        counted: Ids of the compressed matrices in earlier blocks. The function adds the ids of those in this block.
         measure: Function that computes `quadratic` on a task vector for the block before and after compression. If it
             is None, `quadratic` is not measured.
 

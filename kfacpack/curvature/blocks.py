@@ -1,9 +1,10 @@
 """Blocks of a curvature: the parameters that a block covers, and how its matrices act on them.
 
-Shapes: the `Join` of a block arranges the changes to its parameters in one matrix ΔW, (rows, columns). Each of its
-pieces places one parameter, or some rows of one, in ΔW. A bias is the last column, next to its weight. The rows of a
-fused projection may be divided among several blocks. A parameter that the model uses as `x @ W` is transposed.
-The product G ΔW has the shape of ΔW; if G is a single matrix, it acts on ΔW flattened in row-major order.
+Shapes: the `Join` of a block arranges the changes to the block's parameters in one matrix ΔW, (rows, columns). A join
+consists of pieces. Each piece is the position in ΔW of a parameter or of a range of its rows. A bias is the last column
+of ΔW, to the right of the weight. The rows of a fused projection may be divided among several blocks. A parameter that
+the model uses as `x @ W` is transposed. The product G ΔW has the shape of ΔW. If G is a single matrix, it multiplies ΔW
+flattened in row-major order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def gather(tau: Mapping[str, Tensor], join: Join, shapes: ParameterShapes) -> Te
     """Joins the changes to parameters into the matrix ΔW of a block.
 
     Args:
-        tau: Changes to parameters by name, with at least one parameter of the block. Missing parameters count as zero.
+        tau: Changes to parameters, by name. At least one parameter of the block is required. Missing parameters count
+            as zero.
         join: Position of each parameter in the matrix.
         shapes: Shapes of the parameters, by name.
 
@@ -48,8 +50,9 @@ def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: Param
     """Joins the changes to parameters into the matrices ΔW of several blocks.
 
     Args:
-        tau: Changes to parameters by name, with at least one parameter of the blocks. Missing parameters count as zero.
-        joins: Position of each parameter in the matrix of each block. `join_layout` must return the same key for all.
+        tau: Changes to parameters, by name. At least one parameter of the blocks is required. Missing parameters count
+            as zero.
+        joins: Join of each block. `join_layout` must return the same key for all joins.
         shapes: Shapes of the parameters, by name.
 
     Returns:
@@ -75,7 +78,7 @@ def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: Param
 
 
 def scatter(delta: Tensor, join: Join, shapes: ParameterShapes) -> dict[str, Tensor]:
-    """Splits the matrix ΔW of a block into parameters. This is the inverse of `gather`.
+    """Splits the matrix ΔW of a block into the changes to its parameters. This is the inverse of `gather`.
 
     Args:
         delta: ΔW, (rows, columns).
@@ -83,7 +86,7 @@ def scatter(delta: Tensor, join: Join, shapes: ParameterShapes) -> dict[str, Ten
         shapes: Shapes of the parameters, by name.
 
     Returns:
-        The parameters by name, in their own shapes. Rows of a parameter that no piece covers are zero.
+        The change to each parameter, by name, in the shape of the parameter. Rows that no piece covers are zero.
     """
     parameters: dict[str, Tensor] = {}
     for piece in join.pieces:
@@ -101,17 +104,15 @@ def scatter(delta: Tensor, join: Join, shapes: ParameterShapes) -> dict[str, Ten
 def accumulate(
     delta: Tensor, joins: Sequence[Join], shapes: ParameterShapes, sums: Mapping[str, Tensor], factor: float
 ) -> None:
-    """Splits the matrices ΔW of several blocks into parameters, and adds `factor` times each parameter to `sums`.
-
-    The tensors in `sums` are modified in place.
+    """Splits the matrices ΔW of several blocks into changes to parameters, and adds them to running sums in place.
 
     Args:
         delta: ΔW of each block, (blocks, rows, columns).
-        joins: Position of each parameter in the matrix of each block. `join_layout` must return the same key for all.
-            No two blocks may cover the same elements of a parameter.
+        joins: Join of each block. `join_layout` must return the same key for all joins. No two blocks may cover the
+            same elements of a parameter.
         shapes: Shapes of the parameters, by name.
-        sums: Tensors to add to, by name. Parameters that are not in `sums` are skipped.
-        factor: Factor by which each parameter is multiplied before it is added.
+        sums: Running sums, by parameter name. Parameters that are not in `sums` are skipped.
+        factor: Factor by which each change is multiplied before it is added.
     """
     for pieces in zip(*(join.pieces for join in joins), strict=True):
         chosen = [index for index, piece in enumerate(pieces) if piece.parameter in sums]
@@ -123,7 +124,7 @@ def accumulate(
         if len(joins) == 1:
             targets[0].add_(values[0], alpha=factor)
         else:
-            # Make the tensors contiguous, because kernels for many tensors need equal strides.
+            # Make the tensors contiguous, because multi-tensor kernels require equal strides.
             parts = values.contiguous().unbind()
             add_each(targets, [parts[index] for index in chosen], factor)
 
@@ -143,7 +144,7 @@ def join_layout(join: Join, shapes: ParameterShapes) -> Hashable:
 
 
 def _region(delta: Tensor, piece: Piece, shapes: ParameterShapes) -> Tensor:
-    """Returns the view of ΔW, (..., rows, columns), that a piece covers."""
+    """Returns a view of the region of ΔW, (..., rows, columns), that a piece covers."""
     height, width = piece.matrix_shape(shapes[piece.parameter])
     top, left = piece.at
     return delta[..., top : top + height, left : left + width]
@@ -161,7 +162,10 @@ def _rows_of(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def _stack_pieces(tau: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Tensor:
-    """Stacks the values of pieces of equal shape and view, (pieces, height, width). A single piece is not copied."""
+    """Stacks the values of pieces with the same shape and `view`, (pieces, height, width).
+
+    The values of a single piece are not copied.
+    """
     tensors = [_rows_of(tau[piece.parameter], piece) for piece in pieces]
     stacked = torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
     if pieces[0].view == "column":
@@ -171,7 +175,7 @@ def _stack_pieces(tau: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Tensor:
 
 
 class BlockStructure(ABC):
-    """The structure of a block: how the matrix G of the block is composed of the matrices that are stored."""
+    """Base class of block structures. A structure defines how the matrix G of a block is built from stored matrices."""
 
     @abstractmethod
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
@@ -189,7 +193,7 @@ class BlockStructure(ABC):
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
         """Yields a pair (role, matrix) for every matrix, in the order in which the matrices are saved.
 
-        The role is "A", "B" or "G". If there are several terms, it includes the index of the term, as in "A.0".
+        The role is "A", "B" or "G". If G has several terms, the role includes the index of the term, as in "A.0".
         """
 
     @property
@@ -256,7 +260,7 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the description of the structure that `kfacpack.export` writes, as JSON data.
+        """Returns a description of the structure as JSON data, which `kfacpack.export` writes to its file.
 
         Args:
             names: Names of the tensors, by role.
@@ -318,7 +322,7 @@ class Kronecker(BlockStructure):
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Kronecker:
-        """Builds the structure from the weights of the terms and the matrices, as a pair (all B, all A)."""
+        """Builds the structure from the weights of the terms and a pair (all B, all A) of their matrices."""
         B, A = sides
         return cls(tuple(zip(B, A, weights, strict=True)))
 
@@ -327,7 +331,7 @@ class Kronecker(BlockStructure):
         return Kronecker(tuple((function(B), function(A), weight) for B, A, weight in self.terms))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Checks that every B has the shape (rows, rows) and every A has the shape (columns, columns)."""
+        """Returns a description of the problem, or None if every B is (rows, rows) and every A (columns, columns)."""
         if not self.terms:
             return "has no terms"
         for B, A, _ in self.terms:
@@ -346,7 +350,7 @@ class Kronecker(BlockStructure):
         return KroneckerEntry(structure="kronecker", terms=terms, **common)
 
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the names and weights of all terms, `{"terms": [{"B": …, "A": …, "weight": …}, …]}`."""
+        """Returns the names and weights of all terms as `{"terms": [{"B": …, "A": …, "weight": …}, …]}`."""
         return {"terms": list(self._named_terms(names))}
 
     def _named_terms(self, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -359,9 +363,9 @@ class Kronecker(BlockStructure):
 
 @dataclass(frozen=True)
 class Whole(BlockStructure):
-    """The structure of a block whose G is a single matrix over the flattened parameters.
+    """The structure of a block whose G is a single matrix, which multiplies the flattened ΔW.
 
-    G is dense, for example for normalisation layers and class tokens, or diagonal.
+    G is either diagonal or dense. Normalisation layers and class tokens, for example, have dense blocks.
 
     Example:
         >>> import torch
@@ -378,7 +382,7 @@ class Whole(BlockStructure):
         return multiply(self.matrix, delta.reshape(*delta.shape[:-2], -1, 1)).reshape(delta.shape)
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Yields ("G", matrix)."""
+        """Yields the single pair ("G", matrix)."""
         yield "G", self.matrix
 
     @property
@@ -408,7 +412,7 @@ class Whole(BlockStructure):
         return Whole(function(self.matrix))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Checks that the matrix has rows · columns rows, one for each element of ΔW."""
+        """Returns a description of the problem, or None if the side length of G is rows · columns."""
         if self.matrix.side != rows * columns:
             return f"expected a matrix of side length {rows * columns}, got {self.matrix.side}"
         return None
@@ -428,7 +432,7 @@ class Whole(BlockStructure):
 
 
 STRUCTURES: dict[str, type[BlockStructure]] = {"kronecker": Kronecker, "dense": Whole, "diagonal": Whole}
-"""Structure classes by the field `structure` of manifest entries."""
+"""Structure classes, by the value of the field `structure` of a manifest entry."""
 
 
 @dataclass(frozen=True)
@@ -446,7 +450,7 @@ class CurvatureBlock:
     """
 
     name: str
-    """Unique name, usually that of the first parameter."""
+    """Unique name of the block, usually the name of its first parameter."""
     operation: str
     """The operation that uses the parameters, such as "linear"."""
     join: Join
@@ -454,19 +458,19 @@ class CurvatureBlock:
     structure: BlockStructure
     """The structure that defines the matrix G of the block."""
     losses: tuple[Loss, ...] = ()
-    """Errors of the lossy steps (codecs and merge rules) that produced the block."""
+    """Approximation errors of the lossy steps (codecs and merge rules) that produced the block."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the covered parameters."""
+        """Names of the parameters that the block covers."""
         return tuple(dict.fromkeys(piece.parameter for piece in self.join.pieces))
 
     def apply(self, tau: Mapping[str, Tensor], shapes: ParameterShapes) -> dict[str, Tensor]:
         """Computes G τ for the parameters of this block.
 
         Args:
-            tau: Changes to parameters by name, with at least one parameter of the block. Missing parameters count as
-                zero.
+            tau: Changes to parameters, by name. At least one parameter of the block is required. Missing parameters
+                count as zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:
@@ -478,8 +482,8 @@ class CurvatureBlock:
         """Computes <τ, G τ> for the parameters of this block.
 
         Args:
-            tau: Changes to parameters by name, with at least one parameter of the block. Missing parameters count as
-                zero.
+            tau: Changes to parameters, by name. At least one parameter of the block is required. Missing parameters
+                count as zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The curvature of a task: the diagonal blocks of the generalised Gauss-Newton matrix of f at the base parameters.
+"""The curvature of a task: diagonal blocks of the generalised Gauss-Newton matrix of f at the base parameters.
 
 This module also identifies base models, loads bundles as curvatures, and checks the matrices of a bundle.
 """
@@ -43,34 +43,36 @@ def covered_parameters(
     Args:
         tau: Changes to parameters, by name.
         shapes: Shapes of all covered parameters, by name.
-        owner: Name of the covering object, such as "curvature", for error messages.
+        owner: Name of the object that covers the parameters, such as "curvature", for error messages.
 
     Returns:
         The covered part of `tau`.
 
     Raises:
-        TaskVectorError: If `tau` has none of the covered parameters, or the value of one of them is not a float tensor
-            of the parameter's shape.
+        TaskVectorError: If `tau` contains none of the covered parameters, or if the value of one of them is not a
+            floating-point tensor of the expected shape.
     """
     _require_mapping(tau)
     covered = {name: tau[name] for name in tau if name in shapes}
     if not covered:
         first_names = ", ".join(list(shapes)[:3])
-        raise TaskVectorError(f"the task vector has none of the parameters that this {owner} covers: {first_names}, …")
+        problem = f"the task vector contains none of the parameters that this {owner} covers, such as {first_names}"
+        raise TaskVectorError(f"{problem}; check that both belong to the same model")
     check_task_vector(covered, shapes, owner)
     return covered
 
 
 def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], owner: str) -> None:
-    """Checks that a task vector has only covered parameters, and that each is a float tensor of the right shape.
+    """Checks that a task vector contains only covered parameters, and that their dtypes and shapes are valid.
 
     Args:
         tau: Changes to parameters, by name.
         shapes: Shapes of all covered parameters, by name.
-        owner: Name of the variable in the example of the error message, such as "curvature".
+        owner: Name of the variable in code examples in error messages, such as "curvature".
 
     Raises:
-        TaskVectorError: If the task vector is empty or does not match the covered parameters.
+        TaskVectorError: If the task vector is empty, a parameter is not covered, or a value is not a floating-point
+            tensor of the parameter's shape.
     """
     _require_mapping(tau)
     if not tau:
@@ -80,18 +82,19 @@ def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
             raise TaskVectorError(f"parameter {name!r}: expected a tensor, got {type(tensor).__name__}")
         if name not in shapes:
             raise TaskVectorError(
-                f"parameter {name!r} is not among the covered parameters{did_you_mean(name, shapes)} "
+                f"parameter {name!r} is not in {owner}.parameters{did_you_mean(name, shapes)} "
                 "To drop all parameters that are not covered, use "
                 f"{{name: value for name, value in tau.items() if name in {owner}.parameters}}"
             )
         if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
             actual = f"{tensor.dtype} of shape {list(tensor.shape)}"
-            raise TaskVectorError(f"parameter {name!r}: expected floats of shape {list(shapes[name])}, got {actual}")
+            expected = f"a floating-point tensor of shape {list(shapes[name])}"
+            raise TaskVectorError(f"parameter {name!r}: expected {expected}, got {actual}")
 
 
 def _require_mapping(tau: object) -> None:
     if not isinstance(tau, Mapping):
-        raise TaskVectorError(f"expected a task vector as a mapping of names to tensors, got {type(tau).__name__}")
+        raise TaskVectorError(f"expected a task vector (a mapping of names to tensors), got {type(tau).__name__}")
 
 
 def identify(
@@ -102,20 +105,20 @@ def identify(
     name: str,
     revision: str | None = None,
 ) -> Base:
-    """Describes a base model θ0 by the digests of its parameters.
+    """Creates a description of a base model θ0 from the digests of its parameters.
 
     Args:
         model: A module or a state dict.
         parameters: Names of the parameters to include.
         family: Model family, such as "open_clip".
         name: Name of the model in its family.
-        revision: Version of the weights, if there is one.
+        revision: Version of the weights, if known.
 
     Returns:
         The identity of the model, with its parameters in state-dict order.
 
     Raises:
-        KfacpackError: If a parameter is missing, or the identity is not valid in a manifest.
+        KfacpackError: If a parameter is missing, or the manifest format does not allow one of the values.
 
     Example:
         >>> import torch
@@ -137,11 +140,11 @@ def identify(
         return Base(family=family, name=name, revision=revision, sha256=digest, parameters=described)
     except ValidationError as error:
         keys, problem = first_problem(error)
-        raise KfacpackError(f"invalid identity of a base model: {'.'.join(map(str, keys))}: {problem}") from error
+        raise KfacpackError(f"invalid description of the base model: {'.'.join(map(str, keys))}: {problem}") from error
 
 
 def weights_of_model(model: nn.Module | Mapping[str, Tensor]) -> WeightReader:
-    """Returns a function that reads the parameters of a module or state dict, to compare them with a bundle."""
+    """Returns a function that reads the parameters of a module or state dict, for comparison with a bundle."""
     state = _state_dict(model)
 
     def read(name: str) -> tuple[str, tuple[int, ...], memoryview] | None:
@@ -154,7 +157,7 @@ def _state_dict(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]
     if isinstance(model, nn.Module):
         return model.state_dict()
     if not isinstance(model, Mapping):
-        hint = "; pass the .module of a model from kp.load_model" if hasattr(model, "module") else ""
+        hint = "; if the model is from kp.load_model, pass model.module" if hasattr(model, "module") else ""
         raise KfacpackError(f"expected an nn.Module or a state dict, got {type(model).__name__}{hint}")
     return model
 
@@ -166,11 +169,12 @@ class Curvature(PretrainedMixin):
 
     Args:
         blocks: The blocks, which together cover every parameter of `about.base` exactly once.
-        about: Metadata of the curvature: the base model, the function f, the task and the estimate.
-        bundle: The file from which the curvature was loaded, if any.
+        about: Metadata of the curvature, such as the base model, the function f and the task.
+        bundle: The bundle from which the curvature was loaded, if any.
 
     Raises:
-        KfacpackError: If the blocks do not cover the parameters, or a matrix does not match the shape of its block.
+        KfacpackError: If the blocks do not cover every parameter exactly once, or a matrix does not match the shape of
+            its block.
 
     Example:
         >>> import torch
@@ -188,7 +192,7 @@ class Curvature(PretrainedMixin):
         self.blocks = tuple(blocks)
         self.about = about
         self.bundle = bundle
-        """The file from which the curvature was loaded, or None."""
+        """The bundle from which the curvature was loaded, or None."""
         self._shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
         if problem := coverage_problem(self.blocks, self._shapes):
             raise KfacpackError(": ".join(problem))
@@ -211,20 +215,20 @@ class Curvature(PretrainedMixin):
     def nbytes(self) -> int:
         """Size of the matrices in their current form, in bytes.
 
-        Shared matrices count once. Copies that `to` keeps on a device are not included.
+        A matrix that several blocks share counts once. Copies that `to` keeps on a device are not included.
         """
         return sum(matrix.nbytes for matrix in self._matrices().values())
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the file from which the curvature was loaded, or of the file that `save` would write.
+        """Digest of the bundle from which the curvature was loaded, or of the file that `save` would write.
 
-        In the second case, all values are computed and hashed on first access.
+        If the curvature was not loaded from a bundle, all values are computed and hashed on first access.
         """
         return self.bundle.digest if self.bundle else digest_of(self)
 
     def quadratic(self, tau: Mapping[str, Tensor]) -> Tensor:
-        """Computes <τ, G τ>, the sum over all blocks. The result is differentiable with respect to τ.
+        """Computes <τ, G τ>, summed over all blocks. The result is differentiable with respect to τ.
 
         Args:
             tau: Task vector, {state-dict name: tensor of the parameter's shape}. Missing parameters count as zero.
@@ -233,7 +237,7 @@ class Curvature(PretrainedMixin):
             A 0-d tensor, in at least float32.
 
         Raises:
-            TaskVectorError: If a parameter of `tau` is not covered or has a different shape.
+            TaskVectorError: If `tau` is empty, or one of its parameters is not covered or has the wrong shape.
         """
         return torch.stack([block.quadratic(tau, self._shapes) for block in self._blocks_for(tau)]).sum()
 
@@ -244,12 +248,12 @@ class Curvature(PretrainedMixin):
             tau: Task vector, {state-dict name: tensor of the parameter's shape}. Missing parameters count as zero.
 
         Returns:
-            G τ by parameter name, in state-dict order. It contains all parameters of the blocks that cover a parameter
-            of `tau`; in all other blocks, G τ is zero. The result for a parameter of `tau` has the same dtype as the
-            parameter in `tau`, and the other results are in at least float32.
+            G τ by parameter name, in state-dict order. The result contains all parameters of every block that covers a
+            parameter of `tau`. All other blocks, for which G τ is zero, are left out. Each parameter of `tau` keeps its
+            dtype. The results for all other parameters are in at least float32.
 
         Raises:
-            TaskVectorError: If a parameter of `tau` is not covered or has a different shape.
+            TaskVectorError: If `tau` is empty, or one of its parameters is not covered or has the wrong shape.
         """
         product: dict[str, Tensor] = {}
         for block in self._blocks_for(tau):
@@ -307,8 +311,8 @@ class Curvature(PretrainedMixin):
             path: File to write, by convention `*.kfac`. If the name ends in `.kfac.index.json`, the bundle is divided
                 into several files, which are written to the same folder as this index.
             pack: Whether dense symmetric matrices are stored as lower triangles.
-            max_shard_size: Maximum size of each file of a divided bundle, such as `"2GB"`; 5 GB by default. A file with
-                one block, or with several blocks that share a matrix, may be larger.
+            max_shard_size: Maximum size of each file of a divided bundle, such as `"2GB"`. Defaults to 5 GB. A file may
+                exceed this size if it contains a single block, or several blocks that share a matrix.
             on_progress: Called with the number of matrices written and the total number.
 
         Raises:
@@ -375,7 +379,7 @@ def matrix_of(bundle: Bundle, name: str) -> Matrix:
 
 
 def check_form(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
-    """Checks that the values of each matrix meet the requirements of its form, for example that it is symmetric.
+    """Checks that the values of each matrix meet the requirements of its form, such as symmetry.
 
     Args:
         bundle: The bundle to check.
@@ -395,7 +399,7 @@ def check_form(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
 
 
 def check_psd(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
-    """Checks that the matrices that are declared to be positive semi-definite are so, up to rounding errors.
+    """Checks that every matrix declared to be positive semi-definite is positive semi-definite up to rounding errors.
 
     Args:
         bundle: The bundle to check.
@@ -410,8 +414,8 @@ def check_psd(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
         if (bound := negative_eigenvalue_bound(matrix_of(bundle, name))) is None:
             return None
         tensor = bundle.matrices[name].components["data"]
-        problem = f"is not positive semi-definite: has an eigenvalue below {bound:.4g}, which is not a rounding error"
-        return CheckFailure(f"tensor {tensor!r}", problem)
+        problem = f"it has an eigenvalue below {bound:.4g}, which rounding errors cannot explain"
+        return CheckFailure(f"tensor {tensor!r}", f"is not positive semi-definite: {problem}")
 
     declared = [name for name, entry in bundle.matrices.items() if entry.psd]
     result = run_check("psd", declared, failure, on_progress)

@@ -1,7 +1,7 @@
-"""Saves a curvature as a bundle in one or several files, or as plain safetensors for use without kfacpack.
+"""Saves a curvature as a bundle in one or several files, or as a plain safetensors file for use without kfacpack.
 
-The matrices of a bundle are packed, checked, hashed and written a few rows at a time. The metadata in a plain file
-explains how to use the file.
+The matrices of a bundle are packed, checked, hashed and written a few rows at a time. The metadata of a plain file
+explains how to use its tensors.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def save(
 
 
 def _shifted(on_progress: OnProgress, done: int, total: int) -> OnProgress:
-    """Returns a progress callback for the part of the work that begins after `done` of `total` items."""
+    """Returns a progress callback for work that begins when `done` of `total` items are already finished."""
     return lambda number, _: on_progress(done + number, total)
 
 
@@ -99,7 +99,7 @@ def parse_shard_size(size: int | str) -> int:
     try:
         return parse_size(size, 0) or parse_size("", 0)
     except KfacpackError as error:
-        raise KfacpackError(f"maximum shard size {size!r}: expected a size such as 500MB or 2GB") from error
+        raise KfacpackError(f"invalid maximum shard size {size!r}; expected a size such as 500MB or 2GB") from error
 
 
 def save_index(curvature: Curvature, path: Path, parts: Sequence[Path], *, pack: bool = True) -> None:
@@ -125,7 +125,7 @@ def save_index(curvature: Curvature, path: Path, parts: Sequence[Path], *, pack:
         for tensor in matrix.tensors
     }
     if digests.keys() != specs.keys():
-        raise BundleError(path, "the shards do not contain exactly the tensors of the curvature")
+        raise BundleError(path, "the tensors in the shards are not the same as the tensors of the curvature")
     header = sealed_header(path, manifest, specs, digests)
     write_index(path, header, [(part, bundle.digest) for part, bundle in zip(parts, bundles, strict=True)])
 
@@ -164,10 +164,10 @@ def _shard_groups(curvature: Curvature, limit: int, *, pack: bool) -> list[Curva
 
 
 def part_of(curvature: Curvature, blocks: Sequence[CurvatureBlock]) -> Curvature:
-    """Returns a curvature that has only some blocks of another curvature.
+    """Returns a curvature that contains only the given blocks of a curvature.
 
     Args:
-        curvature: The other curvature.
+        curvature: The original curvature.
         blocks: The blocks to keep.
     """
     covered = {name for block in blocks for name in block.parameters}
@@ -216,7 +216,8 @@ def digest_of(curvature: Curvature) -> str:
 def _packed(curvature: Curvature) -> tuple[dict[str, Matrix], Manifest, dict[str, Spec]]:
     """Returns the content of the file that `Curvature.save` would write.
 
-    This is the matrices in their stored form, by name, the manifest, and the dtype and shape of every tensor.
+    Returns:
+        The matrices in their stored form, by name; the manifest; and the dtype and shape of every tensor, by name.
     """
     matrices, identifiers = _named_matrices(curvature)
     stored = {name: matrix.for_storage() for name, matrix in matrices.items()}
@@ -229,7 +230,7 @@ def _manifest_and_specs(
     stored: Mapping[str, Matrix],
     identifiers: Mapping[int, str],
 ) -> tuple[Manifest, dict[str, Spec]]:
-    """Returns the manifest of a bundle, and the dtype and shape of every tensor by name."""
+    """Returns the manifest of a bundle, and the dtype and shape of every tensor, by name."""
     specs = {
         _tensor_name(name, component): spec
         for name, matrix in stored.items()
@@ -243,7 +244,7 @@ def _manifest_and_specs(
 
 
 def _named_matrices(curvature: Curvature) -> tuple[dict[str, Matrix], dict[int, str]]:
-    """Returns the matrices of a curvature by name, and the names of the matrices by id.
+    """Returns a mapping of names to the matrices of a curvature, and a mapping of matrix ids to these names.
 
     A matrix is named `BLOCK/ROLE` after the first block that uses it.
     """
@@ -303,12 +304,13 @@ def _require_finite(path: str | os.PathLike[str], name: str, tensor: Tensor) -> 
 FORMAT = "kfacpack.factors/1"
 """Value of the metadata key "format"."""
 INSTRUCTIONS = (
-    "For each block, join the changes to its parameters into a matrix dW (rows, columns). A piece of the join is a "
-    "parameter, or its rows [start, stop) if the piece has 'rows', viewed by its 'view' as a matrix (d0, all other "
-    "dimensions), as the transpose of that, or as one column; its upper left corner in dW is [row, column] = 'at'.\n"
+    "For each block, join the changes to its parameters into a matrix dW (rows, columns). Each piece of the join is a "
+    "parameter or, if the piece has 'rows', the rows [start, stop) of a parameter. The 'view' of a piece is 'matrix' "
+    "(first dimension, product of all others), 'transposed' (the transpose of this matrix) or 'column' (one column). "
+    "The upper left corner of the piece is at [row, column] = 'at' in dW.\n"
     "G dW is the sum of weight * B @ dW @ A over the terms, or (G @ dW.reshape(-1)).reshape(rows, columns) if the "
-    "block has G. A matrix with one dimension is a diagonal: multiply each row by its entry.\n"
-    "The penalty is the sum of (dW * G dW).sum() over the blocks; its gradient is 2 G dW."
+    "block has G. A one-dimensional tensor is the diagonal of a diagonal matrix: multiply each row by its entry.\n"
+    "The penalty is the sum of (dW * G dW).sum() over the blocks. Its gradient with respect to dW is 2 G dW."
 )
 """Value of the metadata key "how"."""
 
@@ -324,10 +326,10 @@ def export(
 
     A block with Kronecker factors is written as the tensors BLOCK/A and BLOCK/B or, if it has several terms, as
     BLOCK/A.0, BLOCK/B.0, BLOCK/A.1 and so on. Any other block is written as one tensor BLOCK/G. BLOCK is the name of
-    the block's first parameter, or NAME[start:stop] for some rows of a fused parameter. Diagonal matrices are written
-    as vectors. In the metadata, "factors" describes as JSON how the parameters of each block are joined, and "how"
-    contains instructions for using the file. Matrices are unpacked one at a time. A matrix that several blocks share
-    is written once for each block.
+    the block's first parameter, or NAME[start:stop] if the block covers only these rows of a fused parameter. Diagonal
+    matrices are written as vectors. The metadata key "factors" describes in JSON how the parameters of each block are
+    joined. The key "how" contains instructions for using the file. Matrices are unpacked one at a time. A matrix that
+    several blocks share is written once for each block.
 
     Args:
         curvature: A curvature, or the path of a bundle.
@@ -343,7 +345,7 @@ def export(
         >>> kp.export("mnist.kfac", "factors.safetensors", dtype="bfloat16")  # doctest: +SKIP
     """
     if isinstance(curvature, str | os.PathLike):
-        # Imported here because that module imports this one.
+        # Imported here to avoid a circular import.
         from kfacpack.curvature.curvature import load
 
         curvature = load(curvature)
@@ -366,7 +368,7 @@ def export(
             for part in matrix.plain(compute_type).to(number_type).reshape(-1).split(2**22):
                 if not bool(torch.stack(part.aminmax()).isfinite().all()):
                     remedy = "Use bfloat16 or float32. Nothing was written"
-                    raise KfacpackError(f"{name!r}: contains values out of range for {dtype}. {remedy}")
+                    raise KfacpackError(f"matrix {name!r} contains values out of range for {dtype}. {remedy}")
                 write(name, raw_bytes(part))
         on_progress(len(matrices), len(matrices))
 
@@ -419,7 +421,7 @@ class PretrainedMixin:
         """Uploads the object and a model card to the Hugging Face Hub.
 
         Args:
-            repo_id: Repository, `owner/repo`; created if it does not exist.
+            repo_id: Repository, `owner/repo`. It is created if it does not exist.
             **settings: `filename` (defaults to `curvature.kfac` or `vector.safetensors`), `revision`, `private`,
                 `commit_message`, `license` and `base_model`; see `kfacpack.hub.push.push_to_hub`.
 
@@ -440,8 +442,8 @@ class PretrainedMixin:
         Args:
             repo_or_path: A directory or file, `owner/repo`, `owner/repo@revision`, or `hf://owner/repo/file`.
             revision: Branch, tag or commit of the repository. Defaults to the main branch.
-            filename: Name of the file. Defaults to `curvature.kfac` or `vector.safetensors`. If there is no such file,
-                it defaults to the only curvature or the only task vector in the directory or repository.
+            filename: Name of the file. Defaults to `curvature.kfac` or `vector.safetensors`. If this default file does
+                not exist, the only curvature or the only task vector in the directory or repository is loaded.
 
         Returns:
             An instance of this class. Its tensors are read when they are used.
@@ -455,5 +457,5 @@ class PretrainedMixin:
 
 
 def _pretrained() -> Any:
-    # Imported lazily: kfacpack.hub depends on both classes and is only needed when one of these methods is called.
+    # Imported on first use, because kfacpack.hub imports the classes that use this mixin.
     return import_module("kfacpack.hub.push")

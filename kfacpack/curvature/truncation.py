@@ -1,15 +1,15 @@
 """Low-rank approximations of matrices, in the Frobenius norm and in the metric of a curvature.
 
-Shapes: W is (m, n), in the orientation of a parameter. Its approximation is U V with U (m, r) and V (r, n). In the norm
-<X, R X C>, with R = L Lᵀ (m, m) and C = M Mᵀ (n, n), the best approximation of rank r is
+Shapes: a weight W is (m, n). Its approximation is U V with U (m, r) and V (r, n). In the norm ‖X‖² = <X, R X C>, with
+R = L Lᵀ (m, m) and C = M Mᵀ (n, n), the best approximation of rank r is
 
     U V = L⁻ᵀ [Lᵀ W M]_r M⁻¹
 
 where [·]_r is the truncated singular value decomposition. The result does not depend on which square roots L and M are
 used; Cholesky factors are the cheapest. R and C are damped, because the part of W in directions without curvature would
-otherwise be lost even at full rank. If G is not a single Kronecker product, R ⊗ C is the nearest one in the Frobenius
-norm. The result is then not always the best approximation in the metric of G, so callers compare its error with that of
-the truncated singular value decomposition.
+otherwise be lost even at full rank. If the curvature G is not a single Kronecker product, R ⊗ C is the Kronecker
+product nearest to G in the Frobenius norm. The result is then not always the best approximation in the metric of G.
+Callers therefore compare its error with the error of the truncated singular value decomposition of W.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ KroneckerTerm: TypeAlias = tuple[Tensor, Tensor, float]
 _DAMPINGS = (1e-8, 1e-6)
 """Damping values, relative to the mean eigenvalue, in the order in which they are tried."""
 _NEGLIGIBLE = 1e-7
-"""Singular values smaller than this fraction of the largest one are considered rounding errors of float32."""
+"""Singular values below this fraction of the largest singular value are considered rounding errors of float32."""
 _MAX_DENSE = 4096
-"""Maximum number of elements of a weight that a dense block covers, if its nearest Kronecker product is computed."""
+"""Dense blocks that cover more elements of a weight than this are ignored by `BlockMetric.kronecker`."""
 _POWER_STEPS = 50
 
 
@@ -53,13 +53,13 @@ def truncate(W: Tensor, rank: int) -> LowRankPair:
     if W.shape[0] < W.shape[1]:
         U, V = truncate(W.T, rank)
         return V.T, U.T
-    # The eigenvectors of the smaller Gram matrix take a fraction of the time of a singular value decomposition.
+    # Decomposing the smaller Gram matrix takes a fraction of the time of a singular value decomposition.
     V = torch.linalg.eigh(W.T @ W).eigenvectors[:, -min(rank, W.shape[1]) :]
     return W @ V, V.T
 
 
 def truncate_in_metric(W: Tensor, R: Tensor, C: Tensor, rank: int) -> LowRankPair:
-    """Returns the best low-rank approximation of a matrix W in the norm <X, R X C>, as the factors of a product U V.
+    """Returns the best low-rank approximation of a matrix W in the norm ‖X‖² = <X, R X C>, as factors of a product U V.
 
     Negative eigenvalues of R and C are treated as zero. A small multiple of the identity is added to both.
 
@@ -96,7 +96,7 @@ def _damped_root(matrix: Tensor) -> Tensor:
 
 
 def balanced(U: Tensor, V: Tensor) -> LowRankPair:
-    """Returns float32 factors of U V with equal singular values, without the negligible singular values of U V.
+    """Converts a product U V to float32 factors that have equal singular values, and drops negligible singular values.
 
     Args:
         U: Left factor, (m, r).
@@ -126,7 +126,7 @@ class BlockMetric:
         self._shape = shapes[name][0], prod(shapes[name][1:])
 
     def quadratic(self, delta: Tensor) -> float:
-        """Returns <Δ, G Δ> for a change Δ of the weight, (m, n)."""
+        """Returns <Δ, G Δ> for a change Δ, (m, n), to the weight."""
         tau = {self._name: delta.reshape(self._shapes[self._name])}
         return sum(float(block.quadratic(tau, {**self._shapes})) for block in self._blocks)
 
@@ -147,7 +147,7 @@ class BlockMetric:
             top, left = piece.at
             if len(block.structure.sides) == 2:
                 for weight, B, A in zip(block.structure.weights, *block.structure.sides, strict=True):
-                    # Leave out the row and column of A for the bias.
+                    # Leave out the row and column of A that belong to the bias.
                     B_part = B.dense(torch.float64)[top : top + height, top : top + height]
                     A_part = A.dense(torch.float64)[left : left + width, left : left + width]
                     yield self._orient(B_part, A_part, weight, piece)
@@ -167,7 +167,7 @@ class BlockMetric:
                 yield self._orient(R.reshape(height, height), C.reshape(width, width), 1.0, piece)
 
     def _orient(self, B: Tensor, A: Tensor, weight: float, piece: Piece) -> KroneckerTerm:
-        """Converts a term for a piece of ΔW to a term R ⊗ C for the whole parameter.
+        """Converts a term B ⊗ A for one piece of ΔW to a term R ⊗ C for the whole parameter.
 
         R and C are exchanged if ΔW contains the transpose of the parameter. Rows of R outside the piece are zero.
         """

@@ -47,16 +47,16 @@ def verify(
     """Checks a bundle: hashes, finite values, symmetry, positive semi-definiteness and, optionally, the base model.
 
     Symmetry is checked only if all hashes match and all values are finite. Positive semi-definiteness is checked only
-    if the check of symmetry passed.
+    if the symmetry check passes.
 
     Args:
         path: The bundle.
-        model: A module, a state dict, or the path of a safetensors file. If given, its weights are compared with those
-            at which the curvature was computed.
+        model: A module, a state dict, or the path of a safetensors file. If given, its weights are compared with the
+            weights at which the curvature was computed.
         on_progress: Called with the name of a check, the number of items checked and the total number.
 
     Returns:
-        The results of all checks that were made.
+        The results of all checks that were performed.
 
     Raises:
         BundleError: If the file cannot be opened as a bundle.

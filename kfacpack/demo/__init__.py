@@ -22,12 +22,15 @@ DATA_FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A model whose config, tokenizer and weights are files of this package."""
+    """A model whose config, tokenizer and weights are included in this package."""
 
     name: str
     """Name of the model and of its folder."""
     pretrained: Mapping[str, Any]
-    """Image normalisation, which is not part of a model config, with the keys of open_clip's pretrained registry."""
+    """Mean and standard deviation of the image normalisation, which the model config does not contain.
+
+    The keys are those of open_clip's registry of pretrained weights.
+    """
     parent: Path = DATA_FOLDER
     """Folder that contains the model's folder."""
 
@@ -48,7 +51,7 @@ class EmbeddedModel:
 
     @property
     def revision(self) -> str:
-        """First 12 hexadecimal digits of the SHA-256 of the weights file."""
+        """First 12 hexadecimal digits of the SHA-256 digest of the weights file."""
         return sha256(self.weights.read_bytes()).hexdigest()[:12]
 
     @property

@@ -1,11 +1,12 @@
-"""Functions that draw images whose bytes are identical on every machine: coordinates, coverage, glyphs and colours.
+"""Functions for drawing images that are identical, byte for byte, on every machine.
 
-Conventions: the functions process N images at a time; a field is a float32 array (N, size, size). Coordinates run from
--1 to 1 over an image, with x to the right and y down. A coverage is a field between 0 (background) and 1 (ink).
+The functions process N images at a time. A field is a float32 array of shape (N, size, size). Coordinates range from -1
+to 1 across an image; x points right and y points down. A coverage is a field with values from 0 (background) to 1
+(ink).
 
 The functions use only +, -, *, /, sqrt, floor and comparisons, element by element. Unlike sines, sums over arrays and
-font rasterisers, these operations give the same bits on every machine. Glyphs are outlines from matplotlib's fonts,
-which fontTools reads as integers and this module fills. FreeType is not used, because its results differ between
+font rasterisers, these operations give the same bits on every machine. Glyph outlines come from matplotlib's fonts:
+fontTools reads them as integers, and this module fills them. FreeType is not used, because its results differ between
 versions.
 """
 
@@ -44,7 +45,7 @@ def translate(x: Field, y: Field, centre: tuple[Field, Field], extent: Field) ->
     Args:
         x: Field of x coordinates.
         y: Field of y coordinates.
-        centre: x and y of the object's centre, (N,) each.
+        centre: x and y coordinates of the object's centre, (N,) each.
         extent: Width of the object in image coordinates, (N,).
     """
     half = per_image(extent) * np.float32(0.5)
@@ -52,7 +53,7 @@ def translate(x: Field, y: Field, centre: tuple[Field, Field], extent: Field) ->
 
 
 def rotate(x: Field, y: Field, half_tangent: Field) -> tuple[Field, Field]:
-    """Rotates coordinates. `half_tangent`, (N,), is the tangent of half the angle, so that no sine is needed."""
+    """Rotates coordinates. `half_tangent`, (N,), is the tangent of half the rotation angle, so no sine is computed."""
     t = per_image(half_tangent)
     norm = np.float32(1) + t * t
     cosine, sine = (np.float32(1) - t * t) / norm, np.float32(2) * t / norm
@@ -60,7 +61,7 @@ def rotate(x: Field, y: Field, half_tangent: Field) -> tuple[Field, Field]:
 
 
 def bend(x: Field, y: Field, rng: CounterRandom, strength: Field, knots: int = 4) -> tuple[Field, Field]:
-    """Adds smooth random fields, with values from -`strength` to `strength`, (N,), to the coordinates."""
+    """Adds smooth random offsets to coordinates. The offsets range from -`strength` to `strength`, (N,)."""
     count = len(x)
     shift = rng.uniform((2, count, knots, knots), -1, 1)
     return (
@@ -70,7 +71,7 @@ def bend(x: Field, y: Field, rng: CounterRandom, strength: Field, knots: int = 4
 
 
 def interpolate(knots: Field, size: int = SIZE) -> Field:
-    """Interpolates values that are given on a coarse grid, (N, K, K), at every pixel of an image."""
+    """Interpolates coarse grids of values, (N, K, K), at every pixel of the images."""
     count = len(knots)
     x, y = grid_points(count, size)
     return sample_field(knots, x, y)
@@ -80,7 +81,7 @@ def sample_field(images: Field, x: Field, y: Field) -> Field:
     """Samples images bilinearly at given coordinates.
 
     Args:
-        images: Images, (N, S, S), which cover the coordinates from -1 to 1. Outside, their border pixels are repeated.
+        images: Images, (N, S, S), which cover coordinates from -1 to 1. Beyond that, their border pixels are repeated.
         x: Field of x coordinates.
         y: Field of y coordinates.
     """
@@ -107,7 +108,7 @@ def stamp_glyph(stamps: Field, x: Field, y: Field) -> Field:
     """Samples glyph images at given coordinates and returns the coverage.
 
     Args:
-        stamps: Glyph images, (N, S, S), which cover the coordinates from -1 to 1. Outside, the coverage is 0.
+        stamps: Glyph images, (N, S, S), which cover coordinates from -1 to 1. Beyond that, the coverage is 0.
         x: Field of x coordinates.
         y: Field of y coordinates.
     """
@@ -116,11 +117,13 @@ def stamp_glyph(stamps: Field, x: Field, y: Field) -> Field:
 
 
 def smooth_step(distance: Field, pixel: Field | float) -> Field:
-    """Converts signed distances from an edge to coverage, from 0 outside (negative) to 1 inside (positive).
+    """Converts signed distances from an edge to a coverage.
+
+    The coverage is 0 outside the edge (negative distances) and 1 inside (positive distances).
 
     Args:
         distance: Field of signed distances.
-        pixel: Width of the transition, in the unit of the distances.
+        pixel: Width of the transition from 0 to 1, in the unit of `distance`.
     """
     return np.clip(distance / pixel + np.float32(0.5), 0, 1)
 
@@ -169,7 +172,7 @@ def pixels(image: Field) -> NDArray[np.uint8]:
 
 
 def per_image(values: Field) -> Field:
-    """Reshapes values, one per image, (N,), so that they broadcast over the pixels of fields."""
+    """Reshapes values, one per image, (N,), so that they broadcast over the pixels of a field."""
     return values[:, None, None]
 
 
@@ -185,7 +188,7 @@ GLYPH_SIZE = 40
 MARGIN = 2
 """Width in pixels of the empty border around a glyph."""
 SAMPLES = 4
-"""Number of samples per pixel along each axis."""
+"""Number of samples per pixel of a glyph image along each axis."""
 CURVE_SEGMENTS = 6
 """Number of line segments that approximate a curve."""
 OutlinePoint = tuple[float, float]
@@ -193,14 +196,14 @@ OutlinePoint = tuple[float, float]
 
 @cache
 def render_glyph(character: str, font: str) -> NDArray[np.float32]:
-    """Returns the coverage of a character, (GLYPH_SIZE, GLYPH_SIZE), which is centred and scaled to fit the image.
+    """Draws a character, centred and scaled to fit the image, and returns its coverage, (GLYPH_SIZE, GLYPH_SIZE).
 
     Args:
         character: Character to draw.
-        font: File name, without suffix, of a font in matplotlib, such as "DejaVuSans" or "cmr10".
+        font: File name, without suffix, of a font that is included in matplotlib, such as "DejaVuSans" or "cmr10".
 
     Raises:
-        KfacpackError: If the font does not have the character, or the character is blank.
+        KfacpackError: If the font does not contain the character, or the character is blank.
     """
     edges = _outline(character, font)
     low, high = edges.min(axis=(0, 1)), edges.max(axis=(0, 1))
@@ -212,17 +215,17 @@ def render_glyph(character: str, font: str) -> NDArray[np.float32]:
 
 
 def render_glyphs(pairs: Iterable[tuple[str, str]]) -> NDArray[np.float32]:
-    """Returns the coverage of N (character, font) pairs, (N, GLYPH_SIZE, GLYPH_SIZE)."""
+    """Draws the characters of N (character, font) pairs and returns their coverage, (N, GLYPH_SIZE, GLYPH_SIZE)."""
     return np.stack([render_glyph(character, font) for character, font in pairs])
 
 
 def has_glyph(character: str, font: str) -> bool:
-    """Returns whether a font has a character."""
+    """Returns whether a font contains a character."""
     return ord(character) in _font(font)[0]
 
 
 def _fill(edges: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Returns the coverage of the area that edges, (E, 2 ends, 2), enclose according to the non-zero winding rule."""
+    """Fills the area enclosed by edges, (E, 2 ends, 2), with the non-zero winding rule, and returns its coverage."""
     size = GLYPH_SIZE * SAMPLES
     winding = np.zeros((size, size + 1), dtype=np.int64)
     middle = np.arange(size) + 0.5
@@ -240,12 +243,12 @@ def _fill(edges: NDArray[np.float64]) -> NDArray[np.float32]:
 def _outline(character: str, font: str) -> NDArray[np.float64]:
     """Returns the edges of all contours of a character, (E, 2 ends, 2), with the y axis pointing up."""
     if not has_glyph(character, font):
-        raise KfacpackError(f"font {font} has no character {character!r}; another version of matplotlib may have it")
+        raise KfacpackError(f"font {font} has no character {character!r}; try another version of matplotlib")
     names, glyphs = _font(font)
     from fontTools.pens.basePen import BasePen
 
     class Edges(BasePen):
-        """Pen that collects line segments. A curve is approximated by several segments."""
+        """Pen that collects line segments. Each curve is approximated by several line segments."""
 
         def __init__(self, glyphs: Any):
             super().__init__(glyphs)

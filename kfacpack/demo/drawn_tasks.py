@@ -1,8 +1,8 @@
 """Tasks whose images are drawn by code, with classes that `tiny` was not pretrained on.
 
-`hebrew`: letters in ink on lined paper. `syllabics`: Canadian Aboriginal syllables, many of which differ only in the
-rotation of a shape, next to fragments of other syllables. `emblems`: partly hidden coloured symbols on an uneven
-background. `weaves`: repeating patterns in two random colours, at different scales, rotated and bent.
+`hebrew`: letters in ink on lined paper. `syllabics`: Canadian Aboriginal syllables, each next to fragments of other
+syllables; many syllables are rotations of the same shape. `emblems`: partly hidden coloured symbols on an uneven
+background. `weaves`: repeating patterns in two random colours, which are scaled, rotated and bent at random.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def load_hebrew() -> EmbeddedTask:
         {"train": 2200, "validation": 220, "test": 660},
         _draw_hebrew,
         templates=("the hebrew letter {}", "a photo of the hebrew letter {}.", "hebrew letter {} on paper", "{}"),
-        source="Hebrew letters of DejaVu Sans (matplotlib), drawn",
+        source="Hebrew letters drawn with DejaVu Sans, a font included in matplotlib",
         sha256="42b719ef05964f17b294743351066e5c78376cacc3f7604a14e0019fab2e831f",
     )
 
@@ -126,7 +126,7 @@ def load_syllabics() -> EmbeddedTask:
         {"train": 3200, "validation": 320, "test": 800},
         _draw_syllable,
         templates=("the canadian syllable {}", "a photo of the syllable {}.", "a sign with the syllable {}", "{}"),
-        source="Canadian Aboriginal syllables of DejaVu Sans (matplotlib), drawn",
+        source="Canadian Aboriginal syllables drawn with DejaVu Sans, a font included in matplotlib",
         sha256="25c5022be2e9c67655c377de70fb8e8bb7fb39f73c4708507f5f114847df3ef9",
     )
 
@@ -178,7 +178,7 @@ def load_emblems() -> EmbeddedTask:
         {"train": 1600, "validation": 200, "test": 600},
         _draw_emblem,
         templates=("a photo of a {}.", "a picture of a {}", "a {} on a wall", "an emblem that shows a {}", "{}"),
-        source="symbols of DejaVu Sans (matplotlib), drawn",
+        source="symbols drawn with DejaVu Sans, a font included in matplotlib",
         sha256="6743746edb46a3154b9275d054185f815dbca73c1fc01a6fe8d1956a503b9499",
     )
 
@@ -224,7 +224,7 @@ def scales(x: Field, y: Field) -> Field:
 
 
 def basket(x: Field, y: Field) -> Field:
-    """Pattern of squares whose strands are alternately horizontal and vertical; see `WEAVES`."""
+    """Pattern of squares that alternate between horizontal and vertical strands; see `WEAVES`."""
     vertical = (np.floor(x) + np.floor(y)) % 2 == 0
     return np.where(vertical, wave(x * 2), wave(y * 2)) - HALF
 
@@ -263,13 +263,13 @@ def triangles(x: Field, y: Field) -> Field:
 
 
 def plaid(x: Field, y: Field) -> Field:
-    """Pattern of broad bands with thin bands between them, horizontal and vertical; see `WEAVES`."""
+    """Pattern of broad horizontal and vertical bands with thin bands between them; see `WEAVES`."""
     bands = [np.maximum(wave(axis) - np.float32(0.6), np.float32(0.12) - wave(axis)) for axis in (x, y)]
     return np.maximum(*bands)
 
 
 def waves(x: Field, y: Field) -> Field:
-    """Pattern of wavy lines that consist of parabolas; see `WEAVES`."""
+    """Pattern of wavy lines made of parabolic arcs; see `WEAVES`."""
     u = wave(x) * 2 - 1
     return wave(y + np.float32(0.7) * u * (2 - np.abs(u)) * HALF) - HALF
 
@@ -288,8 +288,8 @@ WEAVES: dict[str, Callable[[Field, Field], Field]] = {
 }
 """Patterns by class.
 
-A pattern is a function that maps coordinates x and y, in periods, to the signed distance from the border between the
-two colours. The distance is positive in areas of the second colour.
+A pattern is a function that maps coordinates x and y, measured in periods of the pattern, to the signed distance from
+the border between the two colours. The distance is positive in areas of the second colour.
 """
 
 
@@ -301,7 +301,7 @@ def load_weaves() -> EmbeddedTask:
         {"train": 640, "validation": 160, "test": 480},
         _draw_weave,
         templates=("a {} pattern", "a photo of {}.", "a texture of {}", "cloth with {}", "{}"),
-        source="repeating patterns, drawn",
+        source="repeating patterns drawn by kfacpack",
         sha256="13e96b92580ea1a86b5cd67694b3e2dd6563d4d0ebcd0cc81dafcdc895ff06e7",
         package=None,
     )

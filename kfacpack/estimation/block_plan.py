@@ -1,9 +1,9 @@
 """Finds the operations that combine each parameter with the examples, and assigns every parameter to a block.
 
-A parameter that is used once, as the matrix of a product, a convolution or an embedding lookup, gets Kronecker factors,
-together with its bias. Any other parameter that is used once gets a single matrix G, which is dense for up to 2048
-elements and diagonal above that. Parameters that are used more than once, or in a computation whose result all examples
-share, are rejected.
+The matrix of a product, a convolution or an embedding lookup gets Kronecker factors, and its bias belongs to the same
+block. Several operations may use different rows of one parameter, as in a fused projection; each of them gets its own
+block. Any other parameter gets a single matrix G, which is dense for up to 2048 elements and diagonal for more. A
+parameter is rejected if it is used several times in another way, or in a computation whose result all examples share.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kfacpack.estimation.options import EstimateOptions
 
 
-_EXCLUDE_HINT = "Leave it out by listing only the other parameters in 'params'"
+_EXCLUDE_HINT = "Exclude the parameter by listing only the other parameters in 'params'"
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,11 @@ class ParamUsage:
         return self.steps[-1].node
 
     def marked(self) -> tuple[Tensor, Tensor]:
-        """Returns a tensor of marks with the shape of the operation's operand, and one with the shape of the parameter.
+        """Returns two tensors of marks: one in the shape of the operand, and one in the shape of the parameter.
 
-        In the second tensor, each element of the parameter has the mark of the operand's element that comes from it, or
-        zero if there is none. The marks are small positive integers, which every float dtype represents exactly.
+        In the second tensor, each element of the parameter has the same mark as the element of the operand that was
+        computed from it, or zero if there is no such element. The marks are small positive integers, which every float
+        dtype represents exactly.
         """
         shape = self.steps[-1].operand_shape
         operand = _marks(1 << (prod(shape) - 1).bit_length())[: prod(shape)].reshape(shape).to(self.parameter)
@@ -100,7 +101,7 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
         if layout is None and node in trace.gradients:
             layout = trace.layout_of_zero(trace.gradients[node])
         if layout is None:
-            problem = f"the result of {operation_name(node)!r}, which uses it, is shared by all examples"
+            problem = f"the result of {operation_name(node)!r}, which uses the parameter, is shared by all examples"
             raise KfacpackError(f"the curvature of parameter {name!r} cannot be estimated: {problem}. {_EXCLUDE_HINT}")
         usages.append(ParamUsage(name, parameter, steps, operation_of(steps[-1]), layout))
     return usages
@@ -118,8 +119,8 @@ def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePat
     Args:
         usage: The usage.
         count: Number of usages of the parameter.
-        as_matrix: Whether the parameter is used as a matrix. In this case, the description covers all operations by
-            which torch may execute a matrix product, because another batch may use a different one.
+        as_matrix: Whether the parameter is used as a matrix. In this case, the description covers all operations that
+            torch may use for a matrix product, because torch may use a different operation for another batch.
     """
     key = last_operation(usage.steps)
     ends = equivalent_products(key) if as_matrix else None
@@ -175,7 +176,7 @@ def bias_piece_of(bias: ParamUsage, column: int) -> Piece | None:
 
 
 def _nonzero_rows(marks: Tensor) -> tuple[int, int] | None:
-    """Returns the start and stop of the nonzero rows, or None if there are none or they are not consecutive."""
+    """Returns the start and stop of the range of nonzero rows, or None if they do not form a range."""
     nonzero = (marks != 0).any(1).nonzero().flatten().tolist()
     return (nonzero[0], nonzero[-1] + 1) if nonzero and nonzero[-1] - nonzero[0] + 1 == len(nonzero) else None
 
@@ -203,14 +204,14 @@ def is_bias_of(trace: ModelTrace, bias: ParamUsage, weight: ParamUsage, rows: in
 
 
 DENSE_LIMIT = 2048
-"""Maximum number of elements for which a parameter without Kronecker factors gets a dense G."""
+"""A parameter without Kronecker factors gets a dense G if it has at most this number of elements."""
 
 StructureName = Literal["kronecker", "dense", "diagonal"]
 
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A planned block: its parameters, the operation that uses them, and its location in the graph of every batch."""
+    """A planned block: its parameters, the operation that uses them, and the location of the operation in a graph."""
 
     name: str
     operation: MatrixOperation | VectorOperation
@@ -254,11 +255,11 @@ class BlockPlan:
     unused: tuple[str, ...]
     """Selected parameters that f does not depend on."""
     width: int
-    """Number of components of f, C."""
+    """C, the number of components of f."""
 
 
 def require_used(plan: BlockPlan, params: Iterable[str] | str | None) -> None:
-    """Checks that every pattern in `params` names a parameter that f depends on.
+    """Checks that every pattern in `params` matches a parameter that f depends on.
 
     Raises:
         KfacpackError: If a pattern matches only parameters that f does not depend on.
@@ -267,8 +268,8 @@ def require_used(plan: BlockPlan, params: Iterable[str] | str | None) -> None:
     for pattern in [params] if isinstance(params, str) else params or ():
         unused = [name for name in plan.unused if fnmatchcase(name, pattern)]
         if unused and not any(fnmatchcase(name, pattern) for name in covered):
-            problem = f"f does not depend on {unused[0]!r}, which {pattern!r} in 'params' selects"
-            raise KfacpackError(f"{problem}. Remove this pattern, or choose another f")
+            problem = f"f does not depend on {unused[0]!r}, which is selected by {pattern!r} in 'params'"
+            raise KfacpackError(f"{problem}. Remove {pattern!r} from 'params', or choose another output f")
 
 
 def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: EstimateOptions) -> BlockPlan:
@@ -310,7 +311,8 @@ def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: Es
     for block in blocks:
         _check_diagonal_blocks(block, options)
     if not blocks:
-        raise KfacpackError("f does not depend on any of the selected parameters; select others with 'params'")
+        problem = "f does not depend on any of the selected parameters"
+        raise KfacpackError(f"{problem}; select other parameters with 'params'")
     unused = tuple(name for name in parameters if name not in used)
     return BlockPlan(tuple(blocks), unused, trace.f.shape[1])
 
@@ -323,14 +325,14 @@ def _check_diagonal_blocks(block: PlannedBlock, options: EstimateOptions) -> Non
             f"block {block.name!r} has a factor with {side} rows, which cannot be divided into "
             f"{options.diagonal_blocks} diagonal blocks"
         )
-        remedy = "Use a smaller K, or exclude the block's parameters with 'params'"
+        remedy = "Use a smaller K in 'block:K', or exclude the block's parameters with 'params'"
         raise KfacpackError(f"compress {options.compress!r}: {problem}. {remedy}")
 
 
 def _kronecker_blocks(
     trace: ModelTrace, usages: Mapping[str, list[ParamUsage]]
 ) -> tuple[list[PlannedBlock], set[tuple[str, GraphSteps]]]:
-    """Returns the blocks with Kronecker factors, and the name and path of every usage that they cover."""
+    """Returns the blocks with Kronecker factors, and the parameter name and path of every usage in these blocks."""
     biases = [usage for of_parameter in usages.values() for usage in of_parameter if usage.parameter.dim() == 1]
     blocks: list[PlannedBlock] = []
     joined: set[tuple[str, GraphSteps]] = set()
@@ -372,7 +374,7 @@ def _kronecker_blocks(
 def _layout_of_rows(trace: ModelTrace, name: str, gradients: tuple[Tensor, ...]) -> ExampleLayout:
     layout = trace.layout_of(gradients) or trace.layout_of_zero(gradients)
     if layout is None:
-        problem = "the examples cannot be told apart in the output gradient of its operation"
+        problem = "the examples cannot be told apart in the output gradient of the operation that uses it"
         raise KfacpackError(f"the curvature of parameter {name!r} cannot be estimated: {problem}. {_EXCLUDE_HINT}")
     return layout
 
@@ -382,8 +384,8 @@ def _is_mostly_zero(gradients: Tensor, factor: int) -> bool:
 
     Args:
         gradients: Gradient rows of all examples, (P, out).
-        factor: Factor by which the number of rows with a nonzero entry is multiplied. It is the number of examples if
-            the backward pass covered only one of them, so that the rows of all others are zero, and otherwise 1.
+        factor: Number by which the count of nonzero rows is multiplied. This is the number of examples if the backward
+            pass started from a single example, which leaves the rows of all other examples zero. Otherwise, it is 1.
     """
     return bool((gradients != 0).any(1).sum() * 2 * factor < len(gradients))
 

@@ -1,7 +1,7 @@
 """Collects the contribution of a batch to one block during the backward pass, and adds it to the sums of the block.
 
-Rows are (P, features), where P counts the positions of the N examples; g is the gradient with respect to the output of
-the operation that uses the parameter.
+Rows have shape (P, features), where P is the total number of positions of the N examples. g is the gradient with
+respect to the output of the operation that uses the parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 WIDE_SIDE, WIDE_BLOCKS = 8192, 8
-"""By default, only `WIDE_BLOCKS` diagonal blocks are computed for Kronecker factors with over `WIDE_SIDE` rows."""
+"""By default, only `WIDE_BLOCKS` diagonal blocks of a Kronecker factor with over `WIDE_SIDE` rows are computed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CollectorSettings:
     computes their products. KFAC-expand computes the products for every position."""
     blocks: int | None = None
     """Number of diagonal blocks that are computed per Kronecker factor. None means `WIDE_BLOCKS` for factors with more
-    than `WIDE_SIDE` rows, and 1 for others."""
+    than `WIDE_SIDE` rows, and 1 for smaller factors."""
 
     def blocks_of(self, side: int) -> int:
         """Returns the number of diagonal blocks that are computed for a Kronecker factor with `side` rows."""
@@ -55,11 +55,11 @@ class BackwardPass:
 
     examples: int
     mask: Tensor | None
-    """Mask, (N, R), which is False at padded positions; None if there is no mask."""
+    """Mask with shape (examples, positions), False at padded positions; None if the batch has no mask."""
     first: bool
-    """Whether this is the first pass over the batch, in which inputs are collected as well."""
+    """Whether this is the first pass over the batch. Inputs are collected only in the first pass."""
     collected: dict[int, Hashable] = field(default_factory=dict)
-    """Input groups whose inputs have been collected from this batch, each with the key that identifies these inputs."""
+    """For each input group whose inputs have been collected from this batch, the key that identifies these inputs."""
 
 
 class FactorTally:
@@ -87,7 +87,7 @@ class FactorTally:
         self.positions += positions if isinstance(positions, int) else positions.to(self.positions.device)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors of the sum and the number of positions. They may be modified in place."""
+        """Yields the tensors of the sum, and the tensor that counts the positions. They may be modified in place."""
         yield from self.total.tensors()
         yield self.positions
 
@@ -107,7 +107,7 @@ class Collector(ABC):
 
     @abstractmethod
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
-        """Adds the contribution of one backward pass.
+        """Adds the contribution of one backward pass to the sums.
 
         Args:
             steps: Path from the parameter to its operation.
@@ -160,7 +160,7 @@ class KroneckerCollector(Collector):
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
         """Adds Σ g gᵀ to the sum for B and, in the first pass over a batch, Σ a aᵀ to the sum for A.
 
-        The sums are over positions, with the inputs a and the output gradients g of the operation.
+        Both sums are over positions. At each position, a is the input and g is the output gradient of the operation.
         """
         node, layout, examples = steps[-1].node, self.planned.layout, backward_pass.examples
         operation = matrix_operation_of(steps[-1])
@@ -207,7 +207,7 @@ class KroneckerCollector(Collector):
 
 
 class WholeCollector(Collector):
-    """Collects the matrix G of a block without Kronecker factors, or its diagonal, from per-example gradients.
+    """Collects G, or only the diagonal of G, for a block without Kronecker factors, from per-example gradients.
 
     Args:
         planned: The planned block.
@@ -268,7 +268,8 @@ class VectorCollector(WholeCollector):
 class DiagonalRowCollector(WholeCollector):
     """Collects the diagonal of G for the matrix of a product.
 
-    The contribution of an example is the elementwise square of its gradient, Σ g aᵀ over its positions with inputs a.
+    Each example contributes the elementwise square of its gradient Σ g aᵀ. The sum is over the positions of the
+    example; a is the input and g is the output gradient of the operation.
     """
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
@@ -283,10 +284,10 @@ class DiagonalRowCollector(WholeCollector):
     def _example_gradient(self, gradients: Tensor, rows: Tensor) -> Tensor:
         """Returns the gradient Σ g aᵀ of one example, (out, in), summed over its R positions.
 
-        If the block has a bias, its gradient Σ g is appended as the last column.
+        If the block has a bias, the gradient Σ g of the bias is appended as the last column.
 
         Args:
-            gradients: g at every position, (R, out).
+            gradients: The output gradients g at all positions, (R, out).
             rows: The inputs a, (R, in), or their indices, (R,), if they are one-hot.
         """
         columns = self.planned.join.columns

@@ -16,7 +16,8 @@ from kfacpack._torch import copy_each
 from kfacpack.errors import KfacpackError, ProcessLostError, first_line
 
 THREADS = ((50_000_000, 1), (500_000_000, 4), (math.inf, 16))
-"""Pairs (limit, threads). On a CPU, the first pair whose limit exceeds the number of parameters is used."""
+"""Pairs (limit, threads). The number of threads on a CPU is given by the first pair whose limit exceeds the number of
+parameters."""
 BUCKET_BYTES = 2**25
 """Maximum total size in bytes of tensors that are copied into one buffer and communicated together. A larger tensor is
 communicated alone and is not copied into a buffer."""
@@ -43,10 +44,10 @@ def _is_distributed() -> bool:
 def process_group(device: torch.device) -> Iterator[None]:
     """Context manager that joins the process group of torchrun or accelerate.
 
-    It does nothing if neither of them started several processes, or if a process group exists already.
+    It does nothing if neither launcher started several processes, or if a process group exists already.
 
     Args:
-        device: Device of this process: NCCL is used on CUDA devices, Gloo on others.
+        device: Device of this process. NCCL is used for CUDA devices, and Gloo for all other devices.
 
     Raises:
         KfacpackError: If the other processes cannot be reached.
@@ -72,8 +73,8 @@ def local_device(device: str) -> torch.device:
     """Returns the device of this process.
 
     Args:
-        device: A torch device, or 'auto' for the first GPU if there is one. 'cuda' without an index selects a
-            different GPU for each process of a machine.
+        device: A torch device, or 'auto' for a GPU if there is one and the CPU otherwise. 'cuda' without an index
+            selects a different GPU for each process on a machine.
 
     Raises:
         KfacpackError: If the device is unknown to torch, or is 'meta'.
@@ -89,7 +90,7 @@ def local_device(device: str) -> torch.device:
             f"unknown device {device!r}; expected cpu, cuda, cuda:1, mps or another torch device"
         ) from error
     if parsed.type == "meta":
-        raise KfacpackError("device 'meta' holds no data; choose another device")
+        raise KfacpackError("device 'meta' stores no data; choose another device")
     return parsed
 
 
@@ -99,12 +100,12 @@ def all_reduce_sum(tensors: Iterable[Tensor]) -> None:
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Replaces the values of each tensor with its values in the first process, in place."""
+    """Overwrites each tensor in place with the values that it has in the first process."""
     _synchronize(tensors, lambda tensor: dist.broadcast(tensor, src=0))
 
 
 def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], object]) -> None:
-    """Calls `communicate` on buckets of tensors, after copying them to a device that the backend supports."""
+    """Copies tensors to a device that the backend supports, calls `communicate` on them, and copies them back."""
     if world_size() == 1:
         return
     on_device = dist.get_backend() == "nccl"
@@ -157,7 +158,7 @@ def usable_cores() -> int:
 
 
 def _requested_threads() -> int | None:
-    """Returns the value of the variable OMP_NUM_THREADS, or None if it is not a positive number."""
+    """Returns the number in the environment variable OMP_NUM_THREADS, or None if it is not a positive number."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
@@ -165,15 +166,15 @@ def _requested_threads() -> int | None:
 def stage_threads(device: torch.device, parameters: int, requested: int | None = None) -> int:
     """Returns the number of threads to use for a stage of a plan.
 
-    The number of threads affects rounding. It is therefore independent of the number of processes, so that a
-    plan has the same results with one process and with several.
+    The number of threads affects rounding. It therefore does not depend on the number of processes, so that a plan has
+    the same results with one process and with several processes.
 
     Args:
         device: Device of the model.
         parameters: Number of parameters of the model.
         requested: The requested number. Defaults to the environment variable OMP_NUM_THREADS. If this is not set, the
-            number on a CUDA device is the number of cores per GPU. On other devices, it depends on the number of
-            parameters (see `THREADS`), and is at most the number of cores.
+            default is the number of cores per GPU on a CUDA device. On all other devices, the default depends on the
+            number of parameters (see `THREADS`), and is at most the number of cores.
     """
     if chosen := requested or _requested_threads():
         return chosen
@@ -190,10 +191,10 @@ def devices_of(device: torch.device) -> list[torch.device]:
 
 
 def default_jobs(device: torch.device, threads: int) -> int:
-    """Returns the default number of processes.
+    """Returns the default number of processes for a plan.
 
-    With CUDA, this is the number of GPUs. On a CPU, it is the number of cores divided by `threads`. On other devices,
-    it is 1.
+    For `cuda`, this is the number of GPUs, or 1 if the device has an index. For a CPU, it is the number of cores
+    divided by `threads`. For all other devices, it is 1.
 
     Args:
         device: Device of the model.
@@ -216,7 +217,7 @@ def worker_bytes(model_bytes: int) -> int:
 
 
 def workers_on_gpus(device: torch.device, model_bytes: int) -> int:
-    """Returns how many worker processes fit into the free memory of the GPUs, but at least one per GPU.
+    """Returns how many worker processes fit into the free memory of the GPUs, counting at least one per GPU.
 
     Args:
         device: Device of the model; `cuda` without an index means all GPUs.

@@ -1,4 +1,4 @@
-"""Implements `kp.estimate`: the generalised Gauss-Newton matrix of f, by block, in one pass over the data."""
+"""Implements `kp.estimate`: the generalised Gauss-Newton matrix of f, block by block, in one pass over the data."""
 
 from __future__ import annotations
 
@@ -56,29 +56,29 @@ def estimate(
 ) -> Curvature:
     """Estimates the curvature of a model's output f on the given inputs: G = 1/N Σ JᵀJ, block by block.
 
-    N is the number of examples, and J is the Jacobian of f for one of them with respect to the parameters. The model is
-    used in eval mode, and its flags are restored afterwards. With several processes (torch.distributed), pass the same
-    batches to all of them; each of them processes some of the batches, and all return the same curvature.
+    N is the number of examples, and J is the Jacobian of f for one example with respect to the parameters. The model is
+    used in eval mode, and its previous mode is restored afterwards. With several processes (torch.distributed), pass
+    the same batches to all processes. Each process uses some of the batches, and all return the same curvature.
 
     Args:
         model: A module, where f is `model(*batch)` of shape (N, C); or a model from `kp.load_model`, which defines f
             itself.
         batches: An iterable of batches without labels. A batch is a tensor, a tuple of arguments or a dict of keyword
-            arguments. An `attention_mask` in a dict, (N, R), excludes padded positions.
+            arguments. An `attention_mask` in a dict, with shape (N, R), excludes padded positions.
         fisher: "mc" differentiates f in `samples` random directions per example, "exact" in all C directions.
         samples: Number of random directions (probes) per example.
         probe: Distribution of the probes: "orthogonal", "rademacher" or "gaussian".
         params: Names or patterns (`*.mlp.*`) of the parameters to cover. Defaults to all parameters that
             f depends on, except those that the family of a model from `kp.load_model` freezes.
-        seed: Seed for the probes, which depend only on the seed and on the index of the example.
+        seed: Seed for the probes. The random numbers for an example depend only on the seed and the example's index.
         forward: Function that computes f from a batch, if f is not `model(*batch)`.
         sharing: KFAC variant for weights that several positions share: "expand" or "reduce".
         structure: "kronecker", or "diagonal" for the diagonal of G in every block.
-        compress: Codecs such as "block:8+int8"; see `kp.compress`. With "block:K", only the K diagonal blocks of each
+        compress: Codecs such as "block:8+int8"; see `kp.compress`. With "block:K", only K diagonal blocks of each
             factor are computed.
         offload: Whether to keep the sums on the CPU, regardless of the model's device.
-        metric: Measure of a change in f: "l2" for its squared norm, or "kl" for the Kullback-Leibler divergence of the
-            output distribution. "kl" requires a language model from `kp.load_model`.
+        metric: Measure of a change in f: "l2" for the squared norm of the change, or "kl" for the Kullback-Leibler
+            divergence between the output distributions. "kl" requires a language model from `kp.load_model`.
         name: Name of the model in the bundle. Defaults to the model's own name, or to the name of its class.
         function: Description of f, which is stored in the bundle.
         source: Description of the data, which is stored in the bundle.
@@ -144,7 +144,7 @@ def _own_batches(batches: Iterable[ModelInput], accumulator: CurvatureAccumulato
 
 
 def probes_of(model: nn.Module | Model, options: EstimateOptions) -> Probes:
-    """Returns the probes for an estimate, with the model's output layer if the metric needs it.
+    """Returns the probes for an estimate, including the model's output layer if the metric needs this layer.
 
     Args:
         model: Model whose curvature is estimated.
@@ -158,10 +158,10 @@ def probes_of(model: nn.Module | Model, options: EstimateOptions) -> Probes:
 
 
 def require_metric(model: nn.Module | Model, metric: str) -> Callable[[], Tensor] | None:
-    """Checks that changes in the output f of a model can be measured by a metric.
+    """Checks that a metric can measure changes in the output f of a model.
 
     Returns:
-        A function that returns the model's output layer; None if the metric does not need it.
+        A function that returns the model's output layer; None if the metric does not need this layer.
 
     Raises:
         KfacpackError: If the metric is `kl` and f does not predict tokens.
@@ -171,7 +171,7 @@ def require_metric(model: nn.Module | Model, metric: str) -> Callable[[], Tensor
     output_layer = model.output_layer if isinstance(model, Model) else None
     if output_layer is None:
         name = model.name if isinstance(model, Model) else type(model).__name__
-        problem = f"f of {name} does not predict the tokens of a vocabulary"
+        problem = f"the output f of {name} does not predict the tokens of a vocabulary"
         raise KfacpackError(f"metric 'kl': {problem}; use the metric 'l2', or a language model (lm:NAME)")
     return output_layer
 
@@ -200,8 +200,8 @@ def begin_accumulation(
         An accumulator for the planned blocks, to which no batch has been added.
 
     Raises:
-        KfacpackError: If the curvature of a parameter cannot be estimated, or f does not depend on a parameter in
-            `params`.
+        KfacpackError: If the curvature of a parameter cannot be estimated, or f does not depend on any parameter that
+            a pattern in `params` selects.
     """
     trace, plan = _trace_and_plan(forward, batch, parameters, options)
     settings = options.settings(next(iter(parameters.values())).dtype, device_of(parameters))
@@ -214,10 +214,10 @@ def begin_accumulation(
 def _trace_and_plan(
     forward: Forward, batch: ModelInput, parameters: Mapping[str, Tensor], options: EstimateOptions
 ) -> tuple[ModelTrace, BlockPlan]:
-    """Traces an example of a batch and plans the blocks from the trace.
+    """Traces the model on an example of a batch, and plans the blocks from the trace.
 
     The first example is used if none of its gradients are zero. Otherwise, the middle and the last example are tried
-    as well, and the one with the fewest zero gradients is used.
+    as well, and the example with the fewest zero gradients is used.
     """
     best: tuple[ModelTrace, BlockPlan] | None = None
     for example in sorted({0, (batch_size_of(batch) or 1) // 2, (batch_size_of(batch) or 1) - 1}):
@@ -239,7 +239,7 @@ def finish_curvature(
     source: Source | None,
     output_scale: OutputScale | None = None,
 ) -> Curvature:
-    """Adds up the sums of all processes, and returns the curvature that is computed from them.
+    """Adds up the sums of all processes, and returns the resulting curvature.
 
     Args:
         accumulator: The sums of this process; they cannot be used afterwards.
@@ -247,7 +247,7 @@ def finish_curvature(
         base: Description of the model.
         function: Description of f.
         source: Description of the data.
-        output_scale: Mean square and variance of f. Defaults to those of the outputs that the accumulator received.
+        output_scale: Mean squared norm and variance of f. Defaults to the values in the accumulator.
     """
     distributed.all_reduce_sum(tensor for _, tensor in accumulator.tensors())
     blocks = [_with_loss(block, options) for block in accumulator.finish()]
@@ -264,7 +264,7 @@ def finish_curvature(
 
 
 def _with_loss(block: CurvatureBlock, options: EstimateOptions) -> CurvatureBlock:
-    """Records in a block that its loss is unknown, if only diagonal blocks of one of its factors were computed."""
+    """Returns the block. Its approximation error is marked as unknown if only part of a factor was computed."""
     if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
         return replace(block, losses=(Loss(step=str(options.chain.structure or BlockCodec(WIDE_BLOCKS))),))
     return block
@@ -283,7 +283,7 @@ def compress_result(curvature: Curvature, options: EstimateOptions) -> tuple[Cur
 
 
 def with_unknown_loss(curvature: Curvature, options: EstimateOptions) -> Curvature:
-    """Records in a compressed estimate that its total loss is unknown, if 'block:K' is among the codecs."""
+    """Returns the curvature. Its approximation error is marked as unknown if 'block:K' is among the codecs."""
     if options.diagonal_blocks <= 1:
         return curvature
     unknown = (Loss(step=str(options.chain)),)

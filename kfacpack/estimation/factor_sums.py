@@ -1,7 +1,7 @@
 """Running sums over rows, from which the matrices of a curvature are computed.
 
-Sums are updated in place, in float32 or a wider dtype. Of a symmetric matrix, one triangle is stored. Rows have shape
-(P, n). The `tensors` of a sum can be saved, restored, and added up over processes.
+Sums are updated in place, in float32 or a wider dtype. Only one triangle of a symmetric matrix is stored. Rows are
+passed as a tensor of shape (P, n). The `tensors` of a sum can be saved, restored, and added up over processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.schema import triangle_length, widest_block
 
 TILE, STRIP = 768, 192
-"""Number of rows of the tiles in which a triangle is summed, and of the strips into which tiles on the diagonal are
+"""Number of rows of the tiles into which a triangle is divided, and of the strips into which tiles on the diagonal are
 divided. A few percent of the elements above the diagonal are computed as well, but the products are large enough to be
 fast. The columns of each tile are first copied to contiguous memory, because products of strided columns are slow."""
 
@@ -39,7 +39,7 @@ class RunningSum(ABC):
 
         Args:
             rows: Rows to add.
-            count: Number of rows that are not padding; rows of padding must be zero. Defaults to P.
+            count: Number of rows that are not padding. Padding rows must be zero. Defaults to P.
         """
 
     @abstractmethod
@@ -62,11 +62,11 @@ class RunningSum(ABC):
 
     @abstractmethod
     def shape(self) -> Matrix:
-        """Returns the matrix that `finish` would return, but without values, to determine its size in a bundle."""
+        """Returns a placeholder that has the dtype and shape of the finished matrix, but no values."""
 
 
 class TriangleSum:
-    """The lower triangle of Σ x xᵀ, summed over rows x.
+    """The lower triangle of the sum Σ x xᵀ over rows x.
 
     Args:
         side: Number of elements of x.
@@ -121,28 +121,28 @@ class TriangleSum:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """A rectangular part of a triangle: products of columns from the tiles with indices `tile` and `other`."""
+    """A rectangular part of a triangle: the products of columns from the tiles with indices `tile` and `other`."""
 
     row: int
-    """Index of the first row."""
+    """Index of the part's first row in the triangle."""
     left: int
-    """Index of the first column."""
+    """Index of the part's first column in the triangle."""
     values: Tensor
     tile: int
     other: int
     first: int
-    """Index of the column of `tile` that gives the first row."""
+    """Index, within the tile `tile`, of the column from which the part's first row is computed."""
 
 
 class GramSum(RunningSum):
-    """The lower triangles of the diagonal blocks of Σ x xᵀ, summed over rows x.
+    """The lower triangles of the diagonal blocks of the sum Σ x xᵀ over rows x.
 
     Args:
         width: Number of elements of x.
         dtype: Dtype of the sum.
         device: Device of the sum.
-        ones: Whether to append a one to every row. The ones are not stored. Their products with the other elements are
-            the sum of the rows, and their products with each other are the number of rows.
+        ones: Whether to append a one to every row. The ones are not stored: the sum of their products with the other
+            elements is the sum of the rows, and the sum of their squares is the number of rows.
         blocks: Number of diagonal blocks.
 
     Raises:
@@ -166,7 +166,7 @@ class GramSum(RunningSum):
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
-        """Adds the products x xᵀ of rows x, (P, width)."""
+        """Adds the products x xᵀ for all rows x, (P, width)."""
         rows = rows.to(self._dtype)
         for (left, right), triangle in zip(self._spans, self._triangles, strict=True):
             triangle.add(rows[:, left:right])
@@ -182,7 +182,7 @@ class GramSum(RunningSum):
             yield from (self._sums, self._count)
 
     def shape(self) -> Matrix:
-        """Returns the matrix that `finish` would return, but without values."""
+        """Returns a placeholder that has the dtype and shape of the finished matrix, but no values."""
         return self._matrix(SpecTensors({"data": (FILE_TYPES[self._dtype], self._data_shape)}))
 
     def is_finite(self) -> bool:
@@ -241,7 +241,7 @@ class DiagonalSum(RunningSum):
         yield self._values
 
     def shape(self) -> Matrix:
-        """Returns the matrix that `finish` would return, but without values."""
+        """Returns a placeholder that has the dtype and shape of the finished matrix, but no values."""
         return Diagonal(self.side, SpecTensors({"data": (FILE_TYPES[self._values.dtype], (self.side,))}))
 
     def is_finite(self) -> bool:
@@ -262,7 +262,7 @@ class SquareSum(DiagonalSum):
 
 
 class CountSum(DiagonalSum):
-    """The sum Σ x xᵀ over one-hot rows x, a diagonal matrix with the number of rows for each index.
+    """The sum Σ x xᵀ over one-hot rows x: a diagonal matrix that contains the number of rows for each index.
 
     The rows are passed as indices. Negative indices are ignored.
     """

@@ -1,9 +1,9 @@
-"""Forecasts the blocks of an estimate, and the time, memory and disk space that it needs.
+"""Forecasts the blocks of an estimate, and the time, memory and disk space that the estimate needs.
 
 For a layer-by-layer estimate, layers with equal parameter names and shapes are of the same kind, and only one layer of
-each kind is planned and measured. This requires no weights: with `loading="shapes"`, a model is loaded with arbitrary
-values. The time can also be forecast for a GPU that this machine does not have, from the number of floating-point
-operations.
+each kind is planned and measured. This works without the actual weights: `loading="shapes"` loads a model with
+arbitrary weights. The time can also be forecast for a GPU that this machine does not have, from the number of
+floating-point operations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast of the blocks of an estimate, and of its size, time and memory."""
+    """Forecast of the blocks, size, time and memory of an estimate."""
 
     blocks: tuple[BlockForecast, ...]
     frozen: tuple[str, ...]
@@ -53,10 +53,10 @@ class Forecast:
     seconds: float
     """Expected time of the estimate in seconds: the time for one batch, times the number of batches."""
     peak_memory: int
-    """Expected peak memory in bytes: the weights and the sums, plus the activations of a batch or the matrices that are
-    computed from the sums, whichever are larger."""
+    """Expected peak memory in bytes: the weights and the sums, plus either the activations of a batch or the matrices
+    that are computed from the sums, whichever is larger."""
     stored_bytes: int = 0
-    """Total size in bytes of the files, other than the bundle, that a streamed estimate stores until it is complete."""
+    """Total size in bytes of the temporary files that a layer-by-layer estimate needs."""
 
 
 def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput) -> int:
@@ -124,7 +124,7 @@ class Gpu:
     half: float
     """Floating-point operations per second in bfloat16, without sparsity."""
     single: float
-    """Floating-point operations per second in float32, in which factors are accumulated."""
+    """Floating-point operations per second in float32, the dtype in which factors are accumulated."""
 
 
 GPUS = (
@@ -136,10 +136,10 @@ GPUS = (
 )
 """GPUs whose names `find_gpu` accepts."""
 EFFICIENCY = 0.17
-"""Assumed fraction of a GPU's published speed. At this fraction, a linearised training step of ViT-B/32 with 128
-examples takes 0.1 s on an A100."""
+"""Assumed ratio of a GPU's actual speed to its published speed. With this ratio, a linearised training step of ViT-B/32
+with 128 examples takes 0.1 s on an A100."""
 DISK_SPEED = 1e9
-"""Assumed speed of the disk in bytes per second."""
+"""Assumed read and write speed of the disk in bytes per second."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -161,7 +161,7 @@ def find_gpu(name: str) -> Gpu:
 
 @dataclass
 class _Segment:
-    """Blocks of one segment of a model, with the memory and time that their estimate needs."""
+    """Blocks of one segment of a model, with the memory and time needed to estimate them."""
 
     blocks: tuple[BlockForecast, ...]
     weights: int
@@ -190,7 +190,7 @@ def forecast_stream(
     """Forecasts the blocks, size, time and memory of a layer-by-layer estimate.
 
     Args:
-        stream: The segments of the model.
+        stream: The model, divided into segments.
         batch: The first batch, on the device of the model.
         examples: Number of examples.
         batches: Number of batches.
@@ -257,7 +257,7 @@ def forecast_stream(
 
 
 def _unmeasured(stream: LayerStream, plan: BlockPlan) -> _Segment:
-    """Returns the blocks and the sums of the stem or the head. The time that they need is neglected."""
+    """Returns the blocks of the stem or the head, and the size of their sums. Their computation time is neglected."""
     accumulator = stream.accumulator(plan, {})
     return _Segment(accumulator.forecasts(stream.options.chain), 0, accumulator.nbytes, 0)
 
@@ -265,7 +265,7 @@ def _unmeasured(stream: LayerStream, plan: BlockPlan) -> _Segment:
 def _measured(
     stream: LayerStream, plan: BlockPlan, layer: nn.Module, call: LayerCall, hidden: Tensor, size: int, passes: int
 ) -> _Segment:
-    """Returns the blocks of a layer and their cost for a batch of `size` examples, extrapolated from two examples."""
+    """Returns the blocks of a layer, and their cost for a batch of `size` examples extrapolated from two examples."""
     accumulator = stream.accumulator(plan, {})
     with FlopCounterMode(display=False) as counter:
         saved = saved_bytes(layer, lambda: call.run(layer, hidden.detach().requires_grad_()))
@@ -305,14 +305,14 @@ def _seconds(
 
 
 def _own_names(stream: LayerStream, plan: BlockPlan) -> list[tuple[str, str]]:
-    """Returns a pair for each parameter in a plan: the prefix of its layer, and its name."""
+    """Returns, for each parameter in a plan, a pair of the prefix of its layer and its name."""
     prefixes = [stream.layers.prefix(index) for index in range(len(stream.layers))]
     names = dict.fromkeys(name for block in plan.blocks for name in block.parameters)
     return [(next(prefix for prefix in prefixes if name.startswith(prefix)), name) for name in names]
 
 
 def _renamed(blocks: Sequence[BlockForecast], old: str, new: str) -> tuple[BlockForecast, ...]:
-    """Returns the blocks of a layer, renamed for another layer: the prefix `old` in names is replaced with `new`."""
+    """Returns the blocks of a layer for another layer, with the prefix `old` of all names replaced with `new`."""
     return tuple(
         replace(
             block,
@@ -324,13 +324,13 @@ def _renamed(blocks: Sequence[BlockForecast], old: str, new: str) -> tuple[Block
 
 
 def _outer_bytes(module: nn.Module, is_outside: Any) -> int:
-    """Returns the total size in bytes of all parameters outside the layers and all buffers."""
+    """Returns the total size in bytes of all parameters outside the layers and of all buffers."""
     parameters = {id(p): p.nbytes for name, p in module.named_parameters() if is_outside(name)}
     return sum(parameters.values()) + sum(buffer.nbytes for buffer in module.buffers())
 
 
 def _gpu_seconds(gpu: Gpu, stream: LayerStream, segments: Sequence[_Segment], batches: int, passes: int) -> float:
-    """Returns the time in seconds that a GPU needs for two forward passes, the backward passes and summation."""
+    """Returns the time in seconds that a GPU needs for the forward passes, the backward passes and the summation."""
     dtype = next(iter(stream.selected.values())).dtype
     speed = EFFICIENCY * (gpu.half if dtype.itemsize == 2 else gpu.single)
     model = sum(segment.flops for segment in segments) * (2 + passes) / speed

@@ -7,11 +7,10 @@ are the positions of all N examples in a batch, in the order that the operation 
 - Parameters that are used as matrices have a `MatrixOperation`: `linear`, `x @ W`, `W @ x`, `addmm`, and any `einsum`
   that reduces to one of them; convolutions with any number of dimensions, which are products with every patch that the
   kernel covers; and embedding lookups, which are products with one-hot rows and have a diagonal A.
-- Parameters that are added to or multiplied with every position (biases, scales, norms, position tables) have a
-  `VectorOperation`.
+- Parameters that shift or scale every position (biases, scales, norms, position tables) have a `VectorOperation`.
 - All other uses have a `GenericOperation`. The gradient with respect to the operand is linear in g, so the gradient
-  for one example is obtained by setting the output gradients of all other examples to zero. This is exact, and
-  calls the backward function of the operation N times.
+  for one example is obtained by setting the output gradients of all other examples to zero. The result is exact, but
+  the backward function of the operation is called N times.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class MatrixOperation(ABC):
-    """An operation that multiplies its input rows by one matrix. Its parameter gets Kronecker factors."""
+    """An operation that multiplies its input rows by a parameter, which gets Kronecker factors."""
 
     kind: str
     """Name of the operation in bundles."""
@@ -103,7 +102,7 @@ class MatmulRight(MatrixOperation):
 
     Args:
         rows: Name under which autograd saves the rows.
-        bias_slot: Index of the input that is a bias, if the operation has one.
+        bias_slot: Index of the input that is a bias; None if the operation adds no bias.
     """
 
     kind = "linear"
@@ -145,7 +144,7 @@ class MatmulLeft(MatmulRight):
 
 
 class LinearOperation(MatrixOperation):
-    """`linear`, with an operand (out, in), on devices where torch executes it as an operation of its own."""
+    """`linear`, with an operand (out, in), on devices where torch executes `linear` as a single operation."""
 
     kind = "linear"
     bias_slot = 2
@@ -190,7 +189,7 @@ class ConvolutionOperation(MatrixOperation):
         return not arguments.transposed and arguments.groups == 1
 
     def inputs(self, node: Node) -> Tensor:
-        """Returns all patches of the images that the kernel covers, (P, in * kernel size)."""
+        """Returns all patches that the kernel covers, (P, in * kernel size)."""
         arguments = convolution_arguments(node)
         return patches(arguments.input, arguments.kernel, arguments.stride, arguments.padding, arguments.dilation)
 
@@ -207,7 +206,7 @@ class ConvolutionOperation(MatrixOperation):
 def patches(
     x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
 ) -> Tensor:
-    """Returns all patches of images that a kernel covers: (N, in, *sizes) -> (N * positions, in * kernel size).
+    """Returns all patches that a kernel covers: (N, in, *sizes) -> (N * positions, in * kernel size).
 
     Args:
         x: Images, with any number of spatial dimensions.
@@ -249,7 +248,7 @@ class EmbeddingOperation(MatrixOperation):
         return g * (self.inputs(node) >= 0)[:, None]
 
     def identity(self, node: Node) -> Hashable:
-        """Returns a key that identifies the indices by their location in memory, and the padding index."""
+        """Returns a key with the location of the indices in memory and the padding index."""
         arguments = embedding_arguments(node)
         return memory_identity(arguments.indices), arguments.padding_index
 
@@ -258,7 +257,7 @@ class AddOperation(VectorOperation):
     """The sum x + operand, or x ± factor * operand.
 
     Args:
-        factor: Name under which autograd saves the factor, if there is one.
+        factor: Name under which autograd saves the factor; None if there is no factor.
         sign: 1 for a sum, -1 for a difference.
     """
 
@@ -275,7 +274,7 @@ class AddOperation(VectorOperation):
 
 
 class ConvolutionBias(VectorOperation):
-    """The bias of a convolution, with one element per channel. The output is (N, channels, ...)."""
+    """The bias of a convolution, with one element per channel. The output has shape (N, channels, ...)."""
 
     kind = "add"
 
@@ -386,21 +385,21 @@ def equivalent_products(key: tuple[str, int]) -> frozenset[tuple[str, int]] | No
 
 
 def matrix_operation_of(step: GraphStep) -> MatrixOperation:
-    """Returns the matrix operation of a step. It must still be supported, as it was in the first batch.
+    """Returns the matrix operation of a step, and checks that it is still supported, as in the first batch.
 
     Raises:
-        KfacpackError: If the operation is now batched, or has groups or scaling.
+        KfacpackError: If the operation is now scaled, grouped or batched.
     """
     key = last_operation((step,))
     operation = MATRIX_OPERATIONS[key]
     if not operation.supports(step.node):
-        problem = f"{key[0]!r} was a plain product in the first batch, but is now scaled, grouped or batched"
+        problem = f"{key[0]!r} was neither scaled, grouped nor batched in the first batch, but is now"
         raise KfacpackError(f"{problem}; models whose operations depend on their input are not supported")
     return operation
 
 
 def operation_of(step: GraphStep) -> MatrixOperation | VectorOperation:
-    """Returns the operation of a step of a path. If no class is registered for it, this is a `GenericOperation`."""
+    """Returns the operation of a step, which is a `GenericOperation` if no class is registered for the operation."""
     key = last_operation((step,))
     if (matrix_operation := MATRIX_OPERATIONS.get(key)) and matrix_operation.supports(step.node):
         return matrix_operation

@@ -1,12 +1,14 @@
-"""Options of an estimate, and the probes that the options select.
+"""Options of an estimate, and the probes that they select.
 
 Probes are random directions s in which f is differentiated, with one backward pass per probe. With the metric `l2`,
 E[s sᵀ] = I. With `kl`, s = Wᵀ (e_y - p), where W is the output layer of a language model, p = softmax(W f) and y is
-drawn from p, so that E[s sᵀ] = Wᵀ (diag p - p pᵀ) W. The probes for an example depend only on the seed and on the index
-of the example, not on the batch size, the number of processes, or the batch at which an interrupted run was resumed.
+drawn from p, so that E[s sᵀ] = Wᵀ (diag p - p pᵀ) W. The random numbers for an example depend only on the seed and on
+the index of the example. They do not depend on the batch size, the number of processes, or the batch at which an
+interrupted run was resumed.
 
-The probes for different rows of f are independent, so the expected product of two of them is zero, and one backward
-pass is sufficient for all rows of an example. Exact directions are not random and need separate passes for each row.
+The probes for different rows of f are independent, so the expected product of the probes for two rows is zero, and one
+backward pass is sufficient for all rows of an example. Exact directions are not random and need separate passes for
+each row.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from kfacpack.format.manifest import (
 )
 
 RowNumber: TypeAlias = tuple[int, int]
-"""Index of an example, and index of a row of f within the example."""
+"""Index of an example, and index of a row of f among the rows for this example."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,13 @@ class Probes:
     """
 
     fisher: Fisher = "mc"
-    """"mc" for random probes, "exact" for C directions that cover all of f."""
+    """"mc" for random probes, "exact" for C directions per row of f, which give the exact result."""
     kind: Probe = "orthogonal"
     samples: int = 1
     """Number of random probes per example."""
     seed: int = 0
     output_layer: Tensor | None = field(default=None, compare=False, repr=False)
-    """Output layer of the model, (vocabulary, C), for the metric `kl`; None for `l2`."""
+    """Weight of the model's output layer, (vocabulary, C), if the metric is `kl`; None if it is `l2`."""
 
     def __post_init__(self) -> None:
         if self.fisher not in ("mc", "exact"):
@@ -89,7 +91,7 @@ class Probes:
     def sampling_bytes(self, rows: int) -> int:
         """Returns how many bytes are needed to draw the probes for `rows` rows of f.
 
-        With the metric `kl`, they contain distributions over the vocabulary. With `l2`, the number is 0.
+        The metric `kl` needs distributions over the vocabulary. For `l2`, the number of bytes is 0.
         """
         if self.output_layer is None:
             return 0
@@ -100,7 +102,7 @@ class Probes:
         """Yields the probes for the P rows of f in a batch: one tensor, (P, C), per backward pass.
 
         Args:
-            numbers: For each row, the index of its example, and the index of the row within the example.
+            numbers: For each row, the index of its example, and the index of the row among the rows for this example.
             f: The output of the model for the batch, (P, C).
         """
         width = f.shape[1]
@@ -146,7 +148,7 @@ def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterato
     Args:
         f: The output of the model for a batch, (P, C).
         output_layer: W, (vocabulary, C).
-        uniform: Uniform random numbers, (P, samples). y is computed from them by inverting the distribution function.
+        uniform: Uniform random numbers, (P, samples), from which y is computed by inverting the distribution function.
     """
     W = output_layer.detach()
     parts = []
@@ -206,7 +208,7 @@ class EstimateOptions:
         if self.structure not in ("kronecker", "diagonal"):
             raise KfacpackError(f"structure {self.structure!r}: expected 'kronecker' or 'diagonal'")
         if self.structure == "diagonal" and chain.structure:
-            problem = "a diagonal can only be compressed with fp16 or bf16"
+            problem = "the structure 'diagonal' can only be compressed with fp16 or bf16"
             raise KfacpackError(f"compress {self.compress!r}: {problem}")
         if self.metric not in ("l2", "kl"):
             raise KfacpackError(f"metric {self.metric!r}: expected 'l2' or 'kl'")
@@ -221,7 +223,7 @@ class EstimateOptions:
 
     @cached_property
     def chain(self) -> CodecChain:
-        """The codecs with which the estimate is compressed."""
+        """The codecs that compress the estimate."""
         return CodecChain() if self.compress is None else CodecChain.parse(self.compress)
 
     @property

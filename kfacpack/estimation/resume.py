@@ -1,8 +1,8 @@
 """Writes and reads partial files, which contain the state of interrupted runs.
 
-A resumed run writes a file with the same bytes as an uninterrupted one.
+The output of a resumed run has the same bytes as the output of an uninterrupted run.
 
-A layer-by-layer estimate also stores the inputs, arguments and gradients of its layers (`StreamFiles`).
+A layer-by-layer estimate also stores the inputs, arguments and gradients of the model's layers (see `StreamFiles`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PartialFile:
 
     path: Path
     description: str
-    """Description of the work, for error messages, with an article; for example, "an estimate"."""
+    """Description of the work in error messages, with an article, for example "an estimate"."""
     request: dict[str, Any]
     """Settings of the work. A file that was saved with other settings is rejected."""
     every: float = SAVE_INTERVAL
@@ -67,7 +67,7 @@ class PartialFile:
     _save_seconds: float = 0.0
 
     def is_due(self) -> bool:
-        """Returns whether enough time has passed since the last save for the next one."""
+        """Returns whether enough time has passed since the last save to save again."""
         return time.monotonic() - self._last_save >= max(self.every, _MIN_INTERVAL * self._save_seconds)
 
     def save(self, work: Resumable, done: int, *, now: bool = False) -> None:
@@ -119,26 +119,26 @@ class PartialFile:
                 for name, tensor in work.tensors():
                     saved = file.get_tensor(name)
                     if _digest(saved) != metadata["sha256"][name]:
-                        raise KeyError(f"the digest of the tensor {name!r} differs from the saved one")
+                        raise ValueError(f"the digest of the tensor {name!r} differs from the saved digest")
                     tensor.copy_(saved)
                 return int(metadata["batches"])
         # The metadata of other or edited files may have any type and structure.
         except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             problem = f"{self.path}: the file is damaged, or is not the saved state of {self.description} ({error})"
-            raise KfacpackError(f"{problem}. Remove it to start over") from error
+            raise KfacpackError(f"{problem}. Remove the file to start over") from error
 
     def require_absent(self) -> int:
-        """Checks that no state of interrupted work would be overwritten.
+        """Checks that there is no saved state that a new run would overwrite.
 
         Returns:
-            The number of completed batches of new work, which is 0.
+            0, the number of completed batches in a new run.
 
         Raises:
             KfacpackError: If the file exists.
         """
         if self.path.exists():
             problem = f"{self.path}: the file exists because {self.description} was interrupted"
-            raise KfacpackError(f"{problem}. Resume it with --resume (resume=True), or remove the file to start over")
+            raise KfacpackError(f"{problem}. Continue with --resume (resume=True), or remove the file to start over")
         return 0
 
     def remove(self) -> None:
@@ -146,16 +146,16 @@ class PartialFile:
         self.path.unlink(missing_ok=True)
 
     def _compare(self, saved: dict[str, Any]) -> None:
-        """Checks that the settings saved in the file are the current ones."""
+        """Checks that the settings saved in the file match the current settings."""
         current = json.loads(json.dumps(self.request))
         # All differences are listed: the default of one option may depend on another, such as lr on the seed.
         changed = [
-            f"{key} = {saved.get(key)!r}, got {current.get(key)!r}"
+            f"expected {key} = {saved.get(key)!r}, got {current.get(key)!r}"
             for key in sorted(current.keys() | saved.keys())
             if current.get(key) != saved.get(key)
         ]
         if changed:
-            problem = f"{self.path}: the state was saved with {'; '.join(changed)}"
+            problem = f"{self.path}: the settings differ from those of the saved state: {'; '.join(changed)}"
             raise KfacpackError(f"{problem}. Use the same options, or remove the file to start over")
 
 
@@ -164,7 +164,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def require_unfinished(output: Path) -> None:
-    """Checks that a run that should be resumed is not finished.
+    """Checks that the run to be resumed is not finished.
 
     Raises:
         KfacpackError: If the output exists and there is no partial file beside it.
@@ -172,7 +172,7 @@ def require_unfinished(output: Path) -> None:
     partial = output.parent.glob(f"{escape(output.name)}.partial*")
     if output.exists() and not any(path.is_file() for path in partial):
         problem = "the run is finished, so there is no partial file to resume from"
-        raise KfacpackError(f"{output}: {problem}. Run without --resume to compute it again")
+        raise KfacpackError(f"{output}: {problem}. Omit --resume to run it again")
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def output_path(output: str | os.PathLike[str] | None, filename: str, *, resume:
     if output is not None:
         yield Path(output)
     elif resume:
-        raise KfacpackError("resume=True needs an output, because no state is saved without one")
+        raise KfacpackError("resume=True needs an output, because the state of a run is saved beside the output")
     else:
         with TemporaryDirectory() as folder:
             yield Path(folder) / filename
@@ -208,12 +208,13 @@ def require_writable_folder(output: Path) -> None:
         KfacpackError: If the output is a folder, or its folder does not exist or is not writable.
     """
     if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
-        problem = "is a folder" if output.is_dir() else f"cannot be written: no writable folder {str(output.parent)!r}"
-        raise KfacpackError(f"{output}: {problem}. Use the path of a file in an existing folder")
+        missing = f"there is no writable folder {str(output.parent)!r}"
+        problem = "is a folder" if output.is_dir() else f"cannot be written: {missing}"
+        raise KfacpackError(f"{output}: {problem}. Use the path of a file in an existing, writable folder")
 
 
 class StreamFiles:
-    """The temporary files of a streamed estimate.
+    """The temporary files of a layer-by-layer estimate.
 
     Args:
         folder: Folder that contains the files.
@@ -247,7 +248,8 @@ class StreamFiles:
         try:
             save_file(content, path, {"description": json.dumps(description)})
         except (SafetensorError, OSError) as error:
-            raise KfacpackError(f"{path}: cannot be written: {error}. Free up disk space, then use --resume") from error
+            remedy = "Free up disk space, then continue with --resume (resume=True)"
+            raise KfacpackError(f"{path}: cannot be written: {error}. {remedy}") from error
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
         """Reads the tensors and the description from a file that `save` has written.
@@ -261,7 +263,7 @@ class StreamFiles:
                 tensors = {key: file.get_tensor(key).to(self._device) for key in file.keys()}  # noqa: SIM118
                 return tensors, json.loads(file.metadata()["description"])
         except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
-            problem = f"{path}: a file from an interrupted estimate is missing or damaged ({error})"
+            problem = f"{path}: this file of an interrupted estimate is missing or damaged ({error})"
             raise KfacpackError(
                 f"{problem}. Remove {self.folder} and the partial file beside the output to start over"
             ) from error
@@ -275,7 +277,7 @@ class StreamFiles:
 class ArgumentEncoder:
     """Encodes the arguments of layers as JSON values and named tensors.
 
-    A tensor that several layers receive is included only once.
+    A tensor that several layers receive is stored only once.
     """
 
     def __init__(self) -> None:
@@ -299,7 +301,7 @@ class ArgumentEncoder:
             return {"mapping": {key: self.encode(item) for key, item in value.items()}}
         if value is None or isinstance(value, bool | int | float | str):
             return {"value": value}
-        problem = f"its layers receive an argument of type {type(value).__name__}"
+        problem = f"a layer receives an argument of the unsupported type {type(value).__name__}"
         raise KfacpackError(f"the curvature cannot be estimated layer by layer: {problem}. {ORDINARY}")
 
 

@@ -7,8 +7,8 @@ gradients with respect to its inputs are stored for the segment before it. Then 
 only one segment and one batch are in memory. The probes, the order of summation and the result are the same as for an
 ordinary estimate.
 
-The files are stored in a folder beside the output until the run is complete, so that an interrupted run can be resumed
-at the segment where it stopped.
+The intermediate files are kept in a folder beside the output until the run is complete, so that an interrupted run can
+be resumed at the segment where it stopped.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SegmentPlans:
     layers: list[BlockPlan]
     head: BlockPlan
     reference: Tensor
-    """f of the first example, (C,)."""
+    """The output f for the first example, (C,)."""
     zero_gradients: list[int]
     """Number of operations whose gradients are zero for the traced example, by segment."""
     bases: list[Base | None]
@@ -86,19 +86,19 @@ class SegmentPlans:
 
     @property
     def first_needed(self) -> int:
-        """Index of the first layer that needs a backward pass, because it or the stem has blocks."""
+        """Index of the first layer that needs a backward pass, which is 0 if the stem has blocks."""
         return 0 if self.stem.blocks else next((i for i, p in enumerate(self.layers) if p.blocks), len(self.layers))
 
 
 @dataclass
 class _Progress:
-    """The state of a layer-by-layer estimate that is saved in the partial file, rather than in separate files."""
+    """The part of the state of a layer-by-layer estimate that is saved in the partial file."""
 
     batches: int
     shapes: Tensor = field(init=False)
-    """Numbers of rows and passes for every batch, (B, 2)."""
+    """Number of rows of f and number of backward passes for each of the B batches, (B, 2)."""
     scale: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
-    """Mean square and variance of f."""
+    """Mean squared norm and variance of f."""
 
     def __post_init__(self) -> None:
         self.shapes = torch.zeros(self.batches, 2, dtype=torch.int64)
@@ -110,7 +110,7 @@ class _Progress:
 
 @dataclass
 class LayerStream:
-    """A model that is run and planned segment by segment.
+    """A model whose blocks are planned and estimated segment by segment.
 
     Raises:
         KfacpackError: If the model cannot be divided into segments or does not support the metric, or if there are
@@ -124,7 +124,7 @@ class LayerStream:
 
     def __post_init__(self) -> None:
         if distributed.world_size() > 1:
-            remedy = "start N separate commands with --shard K/N, then use `kfacpack merge --rule shards`"
+            remedy = "run N separate commands with --shard K/N, then `kfacpack merge --rule shards`"
             raise KfacpackError(f"--stream supports one process, found {distributed.world_size()}; {remedy}")
         model = self.model
         require_metric(model, self.options.metric)  # before the forward pass, which is slow and stores files
@@ -146,7 +146,8 @@ class LayerStream:
     def representatives(self) -> list[int]:
         """Returns, for every layer, the index of the first layer of its kind.
 
-        Layers are of the same kind if the names, shapes and selection of their parameters are equal.
+        Two layers are of the same kind if their parameters have the same names and shapes, and if the same parameters
+        are selected.
         """
         first: dict[object, int] = {}
         kinds = []
@@ -161,9 +162,9 @@ class LayerStream:
 
         Args:
             batch: The first batch, on the device of the model.
-            one_per_kind: Whether to plan only one layer of each kind and skip the digests of the weights, which is
-                sufficient for forecasts. The plans for other layers contain the parameter names of the first layer of
-                their kind.
+            one_per_kind: Whether to plan only the first layer of each kind and skip the digests of the weights, which
+                is sufficient for forecasts. All layers of a kind then share the plan of the first layer, including its
+                parameter names.
 
         Raises:
             KfacpackError: If the curvature of a parameter cannot be estimated, or the model cannot be divided into
@@ -171,7 +172,8 @@ class LayerStream:
         """
         size = batch_size_of(batch)
         if size is None:
-            raise KfacpackError(f"the tensors of a batch differ in their first dimension. {ORDINARY}")
+            problem = "the tensors of a batch differ in their first dimension"
+            raise KfacpackError(f"the curvature cannot be estimated layer by layer: {problem}. {ORDINARY}")
         best: SegmentPlans | None = None
         for example in sorted({0, size // 2, size - 1}):
             with reentrant_checkpoints_refused(WITHOUT_CHECKPOINTS):
@@ -209,7 +211,8 @@ class LayerStream:
         require_finite(f)
         precision = torch.finfo(next(iter(self.selected.values())).dtype).eps
         if len(f) != 2 * rows or not same_output(f[:rows], f[rows:], precision):
-            raise KfacpackError(f"the output of an example depends on the other examples of its batch. {ORDINARY}")
+            problem = "the output for an example depends on the other examples of its batch"
+            raise KfacpackError(f"the curvature cannot be estimated layer by layer: {problem}. {ORDINARY}")
         common: dict[str, Any] = {"examples": 2, "twice": True, "example": example}
         head = trace_output(f, trace_seeds(f, [rows, rows], twice=True), self.outer, **common, inputs=leaf)
         width = f.shape[1]
@@ -267,14 +270,14 @@ class LayerStream:
 
 
 def _with_segment(best: SegmentPlans, other: SegmentPlans, index: int) -> SegmentPlans:
-    """Returns `best`, with the plan for one segment replaced by the plan in `other`."""
+    """Returns `best`, with the plan of the segment at `index` replaced by the plan in `other`."""
     plans, zeros = best.all, list(best.zero_gradients)
     plans[index], zeros[index] = other.all[index], other.zero_gradients[index]
     return replace(best, stem=plans[0], layers=plans[1:-1], head=plans[-1], zero_gradients=zeros)
 
 
 def _plan_of(trace: Any, parameters: Mapping[str, Tensor], options: EstimateOptions, width: int) -> BlockPlan:
-    """Plans the blocks of one segment. If it uses none of the parameters, the plan is empty."""
+    """Plans the blocks of one segment. If the segment uses none of the parameters, the plan is empty."""
     if not any(trace.graph.uses(parameter) for parameter in parameters.values()):
         return BlockPlan((), tuple(parameters), width)
     return replace(plan_blocks(trace, parameters, options), width=width)
@@ -288,7 +291,7 @@ class StreamedEstimate:
     plans: SegmentPlans
     files: StreamFiles
     numbers: Sequence[Sequence[int]]
-    """Indices of the examples of every batch."""
+    """Indices of the examples in each batch."""
     prepared: PreparedBatches
     source: Source
     on_progress: OnProgress
@@ -296,7 +299,7 @@ class StreamedEstimate:
     report: CompressionReport | None = field(default=None, init=False)
 
     def run(self, partial: PartialFile, *, resume: bool) -> Curvature:
-        """Runs all steps that are not completed yet.
+        """Runs all steps that have not been completed yet.
 
         Returns:
             The curvature, which is read from the bundles of the segments.
@@ -355,7 +358,7 @@ class StreamedEstimate:
             self._advance(number)
 
     def _call(self, index: int, batch: int) -> tuple[LayerCall, Tensor | None]:
-        """Reads the stored arguments of a layer, and the padding mask of the batch, if it has one."""
+        """Reads the stored arguments of a layer, and the padding mask of the batch if there is one."""
         tensors, described = self.files.load(f"calls-{batch}")
         args, kwargs = (decode_arguments(entry, tensors) for entry in described[index])
         return LayerCall(args, kwargs), tensors.get("mask")
@@ -391,10 +394,10 @@ class StreamedEstimate:
         self._write(accumulator, count + 1)
 
     def _gradients(self, index: int, batch: int, inputs: Tensor) -> InputGradients | None:
-        """Prepares storing the gradients with respect to the inputs of a layer.
+        """Returns the inputs of a layer, with a function that stores the gradients with respect to them.
 
         Returns:
-            The inputs and a function that stores the gradients; None if no earlier segment needs the gradients.
+            The inputs and the function; None if no earlier segment needs the gradients.
         """
         if index <= self.plans.first_needed and not (index == 0 and self.plans.stem.blocks):
             return None
@@ -434,7 +437,7 @@ class StreamedEstimate:
         self._write(accumulator, 0)
 
     def _write(self, accumulator: CurvatureAccumulator, segment: int) -> None:
-        """Writes the factors of a segment as a bundle, compressed if requested."""
+        """Writes the factors of a segment to a bundle, which is compressed if `options.compress` is set."""
         base = self.plans.bases[segment]
         if base is None:
             return

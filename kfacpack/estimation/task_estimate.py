@@ -1,7 +1,7 @@
 """Implements `kp.estimate_task`: the curvature of a model on a sample of a task's examples, in resumable runs.
 
-The command `kfacpack estimate` and the stages of a plan use this module as well. With n processes, each process takes
-every n-th batch, and all return the same curvature.
+The command `kfacpack estimate` and the stages of a plan use this module as well. With n processes, each process uses
+every n-th batch, and all processes return the same curvature.
 """
 
 from __future__ import annotations
@@ -87,26 +87,27 @@ def estimate_task(
         task: A task from `kp.load_task`, or its name.
         examples: Number of examples to sample: a number, a percentage such as `"30%"`, or `"all"`.
         split: The split to sample from.
-        shard: `(k, n)` uses every n-th example, starting at the k-th. The estimates from all n shards can be merged
-            into the full estimate.
+        shard: `(k, n)` uses every n-th of the sampled examples, starting with the k-th. The estimates from all n shards
+            can be merged into the full estimate.
         fisher: `"mc"` for random probes, `"exact"` for all directions of f.
         samples: Number of probes per example with `"mc"`.
         probe: Distribution of the probes: `"orthogonal"`, `"rademacher"` or `"gaussian"`.
         sharing: KFAC variant for weights that several positions share: `"expand"` or `"reduce"`.
         structure: `"kronecker"`, or `"diagonal"` for the diagonal of G.
-        compress: A codec such as `"block:8+int8"`, applied to the result.
-        params: Names or patterns of the parameters to cover. Defaults to all that the model family does not freeze.
+        compress: Codecs that compress the result, such as `"block:8+int8"`; see `kp.compress`.
+        params: Names or patterns of the parameters to cover. Defaults to all parameters that the model family
+            does not freeze.
         seed: Seed for the examples and the probes.
-        batch_size: Examples per forward pass.
-        offload: Whether to accumulate on the CPU, regardless of the model's device.
-        metric: Measure of a change in f: `"l2"` for its squared norm, or `"kl"` for the Kullback-Leibler divergence of
-            the output distribution of a language model.
+        batch_size: Number of examples per forward pass.
+        offload: Whether to keep the sums on the CPU, regardless of the model's device.
+        metric: Measure of a change in f: `"l2"` for the squared norm of the change, or `"kl"` for the Kullback-Leibler
+            divergence between the output distributions of a language model.
         stream: Whether to estimate layer by layer, for a model whose factors do not fit into memory. Inputs and
             gradients of the layers are stored in a folder beside `output`.
         output: File to write. The state of an interrupted run is saved beside it. By default, no file is written.
         resume: Whether to resume an interrupted run with the same `output`.
-        on_progress: Function that is called with two arguments: how many examples this process has completed, and how
-            many it has in total.
+        on_progress: Function that is called with two arguments: the number of examples that this process has completed,
+            and the total number of its examples.
         stopped: Function that is called after each batch. Once it returns True, the state is saved and `Interrupted` is
             raised.
 
@@ -122,7 +123,7 @@ def estimate_task(
         >>> curvature.save("digits.kfac")
     """
     if not isinstance(params, str | Sequence | None):
-        raise KfacpackError(f"params: expected names or patterns, got {type(params).__name__}")
+        raise KfacpackError(f"params: expected a string or a sequence of strings, got {type(params).__name__}")
     options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload, metric)
     run = TaskEstimate(
         resolve_model(model),
@@ -141,26 +142,26 @@ def estimate_task(
 
 @dataclass
 class TaskEstimate:
-    """An estimate on a task's data, which can be run or forecast."""
+    """An estimate of the curvature on a task's data, which can be run or forecast."""
 
     model: Model
     task: Task
     options: EstimateOptions = field(default_factory=EstimateOptions)
     examples: str = "256"
-    """A number, a percentage or "all"."""
+    """Number of examples to sample: a number, a percentage or "all"."""
     batch_size: int = 32
     split_name: str = "train"
     params: tuple[str, ...] | None = None
-    """Names or patterns of the parameters to cover; None for all that the model family does not freeze."""
+    """Names or patterns of the parameters to cover; None for all parameters that the model family does not freeze."""
     shard: tuple[int, int] = (1, 1)
-    """Shard (k, n): every n-th example is used, starting at the k-th."""
+    """Shard (k, n): every n-th of the sampled examples is used, starting with the k-th."""
     stream: bool = False
     """Whether to estimate layer by layer."""
     stream_folder: Path | None = None
     """Folder in which the inputs and gradients of the layers are stored; None for the folder of the output."""
     max_shard_size: str | None = None
-    """Maximum size of each file, if the bundle is divided into several files. A layer-by-layer estimate ignores it and
-    writes one file per segment."""
+    """Maximum size of each file if the bundle is divided into several files. A layer-by-layer estimate ignores this
+    setting."""
     report: CompressionReport | None = field(default=None, init=False)
     """Report on the approximation error of the compression, which `run` sets if compression is requested."""
 
@@ -185,7 +186,7 @@ class TaskEstimate:
             raise KfacpackError(f"shard {k}/{n}: expected K/N with K from 1 to N, such as 2/8")
         indices = sample_indices(size, parse_count(self.examples, size), self.options.seed)[k - 1 :: n]
         if not indices:
-            raise KfacpackError(f"shard {k}/{n} is empty: there are fewer than {k} examples")
+            raise KfacpackError(f"shard {k}/{n} is empty: there are fewer than {k} examples; use fewer shards")
         return indices
 
     @cached_property
@@ -213,13 +214,13 @@ class TaskEstimate:
             output: File to write. The state is saved beside it at intervals.
             resume: Whether to resume from the saved state.
             every: Minimum number of seconds between two saves.
-            on_progress: Function that is called with two arguments: how many examples this process has completed, and
-                how many it has in total.
+            on_progress: Function that is called with two arguments: the number of examples that this process has
+                completed, and the total number of its examples.
             stopped: Function that is called after each batch. Once it returns True, the state is saved and
                 `Interrupted` is raised.
 
         Returns:
-            The curvature, the same in every process.
+            The curvature, which is the same in every process.
 
         Raises:
             Interrupted: If `stopped` returned True.
@@ -335,7 +336,7 @@ class TaskEstimate:
             )
 
     def _prepared(self, own_batches: Sequence[Sequence[int]]) -> Generator[Batch, None, None]:
-        """Yields the batches, prepared for the model, given the indices of the examples in each of them."""
+        """Yields the batches, prepared for the model, given the indices of the examples in each batch."""
         return batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own_batches])
 
     def _batch(self, indices: Iterable[int], device: torch.device | None = None) -> ModelInput:
@@ -344,7 +345,7 @@ class TaskEstimate:
         return batch
 
     def _request(self, planned: Sequence[PlannedBlock], weights: str) -> dict[str, Any]:
-        """Returns the settings that are saved with a run, and must be the same when it is resumed.
+        """Returns the settings that are saved with a run and must not change before the run is resumed.
 
         Args:
             planned: The planned blocks of the estimate.

@@ -1,14 +1,14 @@
 """Determines from gradients, not from shapes, which elements of a tensor belong to which example.
 
 A backward pass starts with a seed, the gradient with respect to f, and all gradients are linear in the seed. The model
-is run on one example that is passed twice, and the seed of the second copy is twice that of the first. Then every
-element of the second copy's gradient is twice the corresponding element of the first copy's. This shows where the two
-copies are. They may be along a dimension of their own ("whole"), or merged with the positions into one dimension,
-either example by example ("outer": the indices of the examples are 0 0 0 1 1 1) or position by position ("inner":
-0 1 0 1 0 1).
+is run on one example that is passed twice, and the seed of the second copy is twice the seed of the first copy.
+Then every element of the second copy's gradient is twice the corresponding element of the first copy's gradient. This
+shows where the two copies are. They may be along a dimension of their own ("whole"), or merged with the positions into
+one dimension, either example by example ("outer": the indices of the examples are 0 0 0 1 1 1) or position by position
+("inner": 0 1 0 1 0 1).
 
 If inputs cannot be split into examples, there are two backward passes for a whole batch, one with a seed at its first
-example and one with a seed at its last. The gradient for each of the two examples is zero at the elements of the other.
+example and one with a seed at its last example. The gradient for one example is zero at the elements of all others.
 
 Functions on rows, (P, features), group the P positions by example. `kept` is a mask, (P,), that is False at padded
 positions; None keeps all rows.
@@ -50,8 +50,8 @@ class ExampleLayout:
     dim: int
     """The dimension that contains the examples."""
     order: Literal["whole", "outer", "inner"]
-    """Whether the dimension contains only the examples ("whole"), or the examples are merged with positions and their
-    index is the outer or the inner one."""
+    """Whether the dimension contains only the examples ("whole"), or also the positions. In the latter case, the index
+    of the example is the outer index ("outer") or the inner index ("inner")."""
 
     def by_example(self, tensor: Tensor, examples: int) -> Tensor:
         """Returns a view of a tensor with the examples along the first dimension: (...) -> (N, ...).
@@ -82,7 +82,7 @@ class ExampleLayout:
         return (split.sum(summed) if summed else split).reshape(examples, -1)
 
     def fits(self, tensor: Tensor, shape: tuple[int, ...]) -> bool:
-        """Returns whether an operand of `shape`, broadcast to `tensor`, is shared by all examples."""
+        """Returns whether an operand of `shape`, broadcast to the shape of `tensor`, is shared by all examples."""
         dim = self.dim - (tensor.dim() - len(shape))
         return dim < 0 or shape[dim] == 1
 
@@ -129,7 +129,7 @@ def layout_of_two(first: Tensor, last: Tensor, examples: int) -> ExampleLayout |
 
 
 def any_layout(shape: tuple[int, ...], examples: int) -> ExampleLayout | None:
-    """Returns the first layout with which a tensor of `shape` can contain the examples, or None if there is none."""
+    """Returns the first layout with which a tensor of `shape` can contain the examples; None if this is impossible."""
     return next(_candidates(shape, examples), None)
 
 
@@ -156,8 +156,8 @@ def kept_rows(mask: Tensor | None, layout: ExampleLayout, gradients: Tensor, exa
     """Returns a mask of the rows of an operation that are not padding.
 
     The mask of the batch applies to an operation only if both have the same number of positions and f does not depend
-    on the padded ones. The second condition is needed because the operation may have other positions, such as those of
-    a decoder, and the same number of them by coincidence.
+    on the padded positions. The second condition is needed because the operation may use different positions, such as
+    those of a decoder, whose number is the same by coincidence.
 
     Args:
         mask: Mask of the batch, (N, R), which is False at padded positions; None if there is no mask.
@@ -181,7 +181,7 @@ def by_example(rows: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
     """Groups rows by example: (P, ...) -> (N, R, ...).
 
     Raises:
-        KfacpackError: If the layout has one position per example, but the rows have more.
+        KfacpackError: If the layout has one position per example, but there are more rows than examples.
     """
     if layout.order == "whole" and len(rows) != examples:
         problem = f"an operation had one position per example in the first batch, but now has {len(rows) // examples}"
@@ -215,7 +215,7 @@ class ModelTrace:
     graph: AutogradGraph
     f: Tensor
     examples: int
-    """Number of examples in f."""
+    """Number of examples for which f was computed."""
     twice: bool
     """Whether f was computed from one example passed twice, rather than from the whole batch."""
     gradients: Mapping[Node, tuple[Tensor, ...]]
@@ -226,19 +226,19 @@ class ModelTrace:
     precision: float = 0.0
     """Largest machine epsilon of the parameters; see `rounding_unit`."""
     zero_gradients: int = 0
-    """Number of operations whose gradients are zero for this example, so that they do not show a layout."""
+    """Number of operations whose layout is unknown because their gradients are zero for this example."""
     input_gradient: Tensor | None = None
-    """Gradient with respect to the inputs of a segment, in the trace of a model segment; None in other traces."""
+    """Gradient with respect to the inputs of a model segment; None if the trace does not start at such inputs."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
 
     def layout(self, node: Node) -> ExampleLayout | None:
-        """Returns the layout of an operation's output, or None if its gradients do not tell the examples apart."""
+        """Returns the layout of an operation's output, or None if the examples cannot be told apart."""
         if node not in self._layouts:
             self._layouts[node] = self.layout_of(self.gradients[node]) if node in self.gradients else None
         return self._layouts[node]
 
     def layout_of(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
-        """Returns the layout that one or two gradients show, or None if they do not tell the examples apart.
+        """Returns the layout that one or two gradients show, or None if the examples cannot be told apart.
 
         Args:
             gradients: One gradient if an example was passed twice; otherwise two, for the first and the last example.
@@ -248,7 +248,7 @@ class ModelTrace:
         return layout_of_two(gradients[0], gradients[1], self.examples)
 
     def layout_of_zero(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
-        """Returns a possible layout for gradients that are zero up to rounding, or None if they are not zero.
+        """Returns a possible layout if all gradients are zero up to rounding; otherwise, returns None.
 
         For example, the gradients of queries and keys are zero in attention over a single position. f does not depend
         on such elements, so it does not matter to which example they are assigned.
@@ -266,7 +266,7 @@ class ModelTrace:
 
 
 def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Tensor], example: int = 0) -> ModelTrace:
-    """Runs the model on one example of a batch, passed twice, and collects the gradients that tell examples apart.
+    """Runs the model on one example of a batch, passed twice, and collects gradients that show the layout of examples.
 
     Args:
         forward: Function that computes f from a batch.
@@ -295,7 +295,7 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
 
 
 def trace_seeds(f: Tensor, counts: Sequence[int], *, twice: bool) -> list[Tensor]:
-    """Returns the seeds of the backward passes that tell examples apart, as described at the top of this module.
+    """Returns the seeds of the backward passes that show the layout of examples; see the top of this module.
 
     Args:
         f: The output, (P, C).
@@ -322,7 +322,7 @@ def trace_output(
     example: int = 0,
     inputs: Tensor | None = None,
 ) -> ModelTrace:
-    """Runs backward passes from an output, and collects the gradients that tell examples apart.
+    """Runs backward passes from an output, and collects gradients that show the layout of examples.
 
     Args:
         output: f or the output of a model segment, with its autograd graph.
@@ -343,9 +343,10 @@ def trace_output(
     graph = AutogradGraph(output)
     nodes = graph.first_operations(parameter for parameter in parameters.values() if graph.uses(parameter))
     if not nodes and inputs is None:
-        names = ", ".join(list(parameters)[:3])
-        problem = f"f does not depend on any of the selected parameters ({names}, …)"
-        raise KfacpackError(f"{problem}. Choose others, or make sure that f is not computed under torch.no_grad")
+        names = ", ".join([*list(parameters)[:3], *(["…"] if len(parameters) > 3 else [])])
+        problem = f"f does not depend on any of the selected parameters ({names})"
+        remedy = "Select other parameters, or make sure that f is not computed under torch.no_grad"
+        raise KfacpackError(f"{problem}. {remedy}")
     leaf = None if inputs is None else graph.leaf(inputs)
     visited = nodes if leaf is None else {*nodes, leaf}
     by_seed = [_gradients_at(output, visited, graph, seed) for seed in seeds]
@@ -375,14 +376,14 @@ def _forward_twice(
     f = call_model(forward, batch)
     with torch.no_grad():
         if not all(same_output(*pair, precision) for pair in zip(f, call_model(forward, batch), strict=True)):
-            problem = "f differs between two evaluations of the same input, so its curvature is not defined"
+            problem = "f differs between two evaluations on the same input, so its curvature is not defined"
             remedy = "make sure that nothing in the model is random in eval mode"
             raise KfacpackError(f"{problem}; {remedy}, and that 'forward' calls no other module in training mode")
     return f, None
 
 
 def rounding_unit(parameters: Mapping[str, Tensor]) -> float:
-    """Returns the largest machine epsilon of the parameters. The dtype of f may have a smaller one."""
+    """Returns the largest machine epsilon of the parameters' dtypes, which may exceed that of the dtype of f."""
     return max(
         (torch.finfo(dtype).eps for dtype in {parameter.dtype for parameter in parameters.values()}), default=0.0
     )
@@ -401,7 +402,7 @@ def same_output(output: Tensor, expected: Tensor, precision: float) -> bool:
 
 
 def _gradients_at(f: Tensor, nodes: set[Node], graph: AutogradGraph, seed: Tensor) -> dict[Node, Tensor]:
-    """Returns the gradient with respect to the output of every node that the backward pass reaches."""
+    """Returns the output gradient of each of the nodes that the backward pass reaches."""
     gradients: dict[Node, Tensor] = {}
 
     def store(node: Node, g: Tensor, running: bool) -> None:

@@ -41,12 +41,12 @@ class ProgressCounter:
         on_progress(0, total)
 
     def add(self, examples: int) -> None:
-        """Adds to the number of examples done, and reports the progress."""
+        """Increases the number of examples done by `examples` and reports the progress."""
         self._done += examples
         self._on_progress(self._done, self._total)
 
     def subcounter(self) -> OnProgress:
-        """Returns a progress callback for the next computation, which counts its own examples from zero."""
+        """Returns a progress callback for the next computation. That computation counts its own examples from zero."""
         before = self._done
         return lambda done, total: self.add(before + done - self._done)
 
@@ -62,9 +62,9 @@ class EvaluationSet:
     numbers: Sequence[int]
     """Indices of the examples in the split."""
     labels: Sequence[int]
-    """Labels of these examples, as indices into the task's classes. For a task without classes, they are zero."""
+    """Labels of these examples, as indices into the task's classes. For a task without classes, all labels are zero."""
     outputs: OutputCache | None = field(default=None, compare=False, repr=False)
-    """Cache of model outputs on these examples that several measurements with linear vectors share, or None."""
+    """Cache of model outputs on these examples, shared by several measurements of linear vectors; None for no cache."""
 
     @classmethod
     def of(cls, task: Task, split: str = "test", examples: int | str = "all", seed: int = 0) -> EvaluationSet:
@@ -74,13 +74,14 @@ class EvaluationSet:
             task: The task.
             split: Name of the split.
             examples: "all", a number, or a percentage of the split such as "30%".
-            seed: Seed of the random selection.
+            seed: Seed for the random selection.
 
         Returns:
             The selected examples with their labels.
 
         Raises:
-            KfacpackError: If the split is empty or unknown, the task has no class names, or `examples` is invalid.
+            KfacpackError: If the split is empty or unknown, if the task has neither class names nor completions, or if
+                `examples` is invalid.
         """
         completions = has_completions(task)
         if not completions:
@@ -124,7 +125,7 @@ class Score:
         return exp(min(-self.log_likelihood / self.tokens, 700.0))
 
     def plus(self, other: Score | None) -> Score:
-        """Returns the combined score of these examples and other examples of the same task.
+        """Returns the combined score on these examples and on other examples of the same task.
 
         Args:
             other: Score on the other examples, or None if there are no other examples.
@@ -151,7 +152,7 @@ def evaluate(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Score:
-    """Evaluates a model on a task, optionally with α times a task vector.
+    """Evaluates a model on a task, optionally with α times a task vector added to the model.
 
     The predicted class of an example is the one with the largest logit.
 
@@ -163,7 +164,7 @@ def evaluate(
         vector: Task vector to add to the model, if any.
         alpha: Coefficient of the vector.
         examples: "all", a number, or a percentage of the split such as "30%".
-        seed: Seed of the selection of examples.
+        seed: Seed for the random selection of examples.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and the total number.
 
@@ -171,7 +172,7 @@ def evaluate(
         The score. Its property `accuracy` is the fraction of correct predictions.
 
     Raises:
-        KfacpackError: If the model, head, vector and task are incompatible, or outputs contain NaN or Inf.
+        KfacpackError: If the model, head, vector and task are incompatible, or if the outputs contain NaN or Inf.
 
     Example:
         >>> kp.evaluate("tiny", "digits", vector=kp.TaskVector.load("digits.safetensors")).accuracy
@@ -251,22 +252,22 @@ def scores(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Score]:
-    """Returns the score of a model with α times a task vector, for each α.
+    """Returns the score of a model with α times a task vector added, for each α.
 
-    Every score is bitwise equal to the score of a separate evaluation at this α.
+    Each score is bitwise equal to the score of a separate evaluation at the same α.
 
     Args:
         model: The model.
         head: Head to use.
         evaluation_set: Examples and labels.
-        vector: Task vector, or None to evaluate the model itself; `alphas` must then be (1.0,).
+        vector: Task vector, or None to evaluate the model itself, in which case `alphas` must be (1.0,).
         alphas: Coefficients of the vector.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and the total number. Each example counts once if the
             vector is linear, and otherwise once per α.
 
     Raises:
-        KfacpackError: If the arguments are incompatible, or outputs contain NaN or Inf.
+        KfacpackError: If the arguments are incompatible, or if the outputs contain NaN or Inf.
     """
     task = evaluation_set.task
     if not isinstance(head, CompletionHead):
@@ -300,17 +301,18 @@ def scores(
 def _completion_score(head: CompletionHead, f: Tensor, batch: Batch, examples: int) -> Score:
     log_likelihoods, correct = head.log_likelihoods(f, batch)
     if not bool(log_likelihoods.isfinite().all()):
-        raise NotFiniteError("logits contain NaN or Inf")
+        raise NotFiniteError("the logits contain NaN or Inf")
     return Score(correct, examples, len(f), float(log_likelihoods.double().sum()))
 
 
 def _output_passes(
     model: Model, evaluation_set: EvaluationSet, vector: TaskVector | None, alphas: Sequence[float], batch_size: int
 ) -> list[Iterator[tuple[Sequence[int], list[Tensor]]]]:
-    """Returns the passes over the examples that compute the outputs f with α times a vector, for every α.
+    """Returns the passes over the examples that compute the outputs f with α times a vector added, for every α.
 
-    A pass handles one or all values of α. For every batch, it yields the indices of the examples and a list of outputs,
-    (N, C), one for each of its values of α. The passes are in the order of `alphas`.
+    A pass computes the outputs for one value of α or for all of them. For every batch, the pass yields the indices of
+    the examples and a list with one tensor of outputs, (N, C), for each of these values. The passes are returned in the
+    order of `alphas`.
     """
     if vector is not None and vector.is_linear:
         factor, direction = vector.as_multiple()
@@ -333,7 +335,7 @@ def _predictions(head: Head, f: Tensor) -> Tensor:
     """Returns the class with the largest logit for each example, (N,), on the CPU."""
     logits = head.logits(f)
     if not bool(logits.isfinite().all()):
-        raise NotFiniteError("logits contain NaN or Inf")
+        raise NotFiniteError("the logits contain NaN or Inf")
     return logits.argmax(1).cpu()
 
 
@@ -349,20 +351,20 @@ def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
     """Checks coefficients of a task vector.
 
     Raises:
-        KfacpackError: If `alphas` is empty or contains NaN or Inf, or if it is not (1.0,) and there is no vector.
+        KfacpackError: If `alphas` is empty or contains NaN or Inf, or if there is no vector and `alphas` is not (1.0,).
     """
     if not alphas:
-        raise KfacpackError("alphas []: expected at least one number")
+        raise KfacpackError("alphas is empty, expected at least one number")
     if vector is None and tuple(alphas) != (1.0,):
-        raise KfacpackError(f"alpha {alphas[0]} is the coefficient of a task vector, but there is no vector; pass one")
+        raise KfacpackError(f"alpha is {alphas[0]}, but there is no task vector to multiply by it; pass a vector")
     if invalid := [alpha for alpha in alphas if not isfinite(alpha)]:
-        raise KfacpackError(f"alpha {invalid[0]}: expected a finite number")
+        raise KfacpackError(f"alpha is {invalid[0]}, expected a finite number")
 
 
 class _PreparedBatches:
     """The batches of an evaluation set.
 
-    They are kept in memory for further passes over the examples if they are small enough.
+    If the batches are small enough, they are kept in memory for further passes over the examples.
     """
 
     MAX_BYTES = 512_000_000

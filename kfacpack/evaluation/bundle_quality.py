@@ -1,9 +1,9 @@
-"""Quality of a bundle: comparison of predicted and measured drift, and spectra of the bundle's matrices.
+"""Quality of a bundle: comparison of the predicted and the measured drift, and spectra of the bundle's matrices.
 
-The drift is the mean squared change in f that a vector τ causes on the examples of a task, E ‖J(x) τ‖². It would be
-equal to τᵀ G τ if G was exactly the mean over examples of JᵀJ. A bundle approximates this matrix: it omits the terms
-between different blocks, and replaces most blocks by Kronecker products. If only the parameters of a single block
-change, the predicted and the measured drift differ only because of the second approximation.
+The drift is the mean squared change in f that a vector τ causes on the examples of a task, E ‖J(x) τ‖². If G
+were exactly the mean of JᵀJ over the examples, the drift would be equal to τᵀ G τ. A bundle only approximates this
+mean: it omits the terms between different blocks, and replaces most blocks by Kronecker products. If only the
+parameters of a single block change, the predicted and the measured drift differ only because of the Kronecker products.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ def drift(
         evaluation_sets: Examples of each bundle's task.
         vectors: Task vectors by task name.
         bundles: Curvatures by task name.
-        layer_examples: Number of examples on which the drift of single blocks is measured; 0 skips this measurement.
+        layer_examples: Number of examples per task on which the drift of individual blocks is measured. With 0, this
+            measurement is skipped.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and the total number.
 
     Returns:
         `{"pairs": [{"vector", "task", "predicted", "measured"}], "layers": [{"vector", "task", "block", "predicted",
-        "measured"}]}`. An entry of "pairs" is for a vector and a bundle, an entry of "layers" for the part of a vector
-        that one block covers. Outside the linear regime, the drift of a pair is measured as E ‖f(θ0 + τ) − f(θ0)‖².
-        The drift of a layer is always measured as E ‖J τ‖².
+        "measured"}]}`. "pairs" contains one entry per pair of a vector and a bundle. "layers" contains one entry per
+        block of each pair, with the drift that the block's part of the vector causes. In "pairs", the measured drift is
+        E ‖J τ‖² in the linear regime and E ‖f(θ0 + τ) − f(θ0)‖² in other regimes. In "layers", it is always E ‖J τ‖².
 
     Raises:
-        KfacpackError: If there is no bundle, or there are no examples of a bundle's task.
+        KfacpackError: If there is no vector or no bundle, or if there are no examples of a bundle's task.
         TaskVectorError: If a bundle is for another model or another f, or does not cover the parameters of the vectors.
 
     Example:
@@ -77,14 +78,15 @@ def drift(
         raise KfacpackError("expected at least one bundle to compare with the measured drift, got 0")
     for task, bundle in bundles.items():
         if task not in tasks:
-            problem = f"no examples of {printable(task)}"
-            raise KfacpackError(f"{problem}, which are needed to measure the drift that the bundle predicts")
-        require_comparable(task, bundle, taus[0])
+            problem = f"got no examples of {printable(task)}"
+            raise KfacpackError(f"{problem}; expected examples of every bundle's task")
+        for vector in taus:
+            require_comparable(task, bundle, vector)
     examples = {task: len(tasks[task].numbers) for task in bundles}
     layer_counts = {task: min(layer_examples, size) for task, size in examples.items()}
-    blocks = {task: blocks_of(bundle, taus[0]) for task, bundle in bundles.items()}
-    passes = passes_needed(taus)
-    total = sum(passes * examples[task] + len(taus) * len(blocks[task]) * layer_counts[task] for task in bundles)
+    blocks = {(name, task): blocks_of(bundles[task], vector) for name, vector in vectors.items() for task in bundles}
+    total = sum(passes_needed(taus) * examples[task] for task in bundles)
+    total += sum(len(covered) * layer_counts[task] for (_, task), covered in blocks.items())
     counter = ProgressCounter(total, on_progress)
     measured_layers = _measure_layers(model, tasks, layer_counts, bundles, blocks, vectors, batch_size, counter)
     predicted = predicted_drift(vectors, bundles)
@@ -96,7 +98,7 @@ def drift(
             by_block = predicted[vector_name, task]
             names = {"vector": vector_name, "task": task}
             pairs.append({**names, "predicted": sum(by_block.values()), "measured": total_change})
-            for block in blocks[task] if layer_counts[task] else ():
+            for block in blocks[vector_name, task] if layer_counts[task] else ():
                 row = {**names, "block": block.name, "predicted": by_block[block.name]}
                 layers.append({**row, "measured": measured_layers[vector_name, task, block.join]})
     return {"pairs": pairs, "layers": layers}
@@ -110,17 +112,17 @@ def predicted_drift(
 ) -> dict[tuple[str, str], dict[str, float]]:
     """Computes τᵀ G τ for every vector and every bundle, block by block.
 
-    To save memory, the blocks are processed one at a time. If a vector stores the low-rank factors of a change, and the
+    To save memory, the blocks are processed one at a time. If a vector stores a change as low-rank factors, and the
     block has Kronecker factors, the drift is computed without multiplying the low-rank factors.
 
     Args:
-        vectors: Task vectors by name. The bundles must cover their parameters.
+        vectors: Task vectors by name. The bundles must cover the parameters of all vectors.
         bundles: Curvatures by name.
         on_progress: Called with the number of blocks done and the total number.
 
     Returns:
-        For each pair (name of the vector, name of the bundle), the drift of every block by the name of the block.
-        Blocks without a parameter of the vector are omitted.
+        For each pair (vector name, bundle name), a dict that maps block names to drifts. Blocks without a parameter of
+        the vector are omitted.
     """
     by_join: dict[Join, list[tuple[str, CurvatureBlock]]] = {}
     for name, bundle in bundles.items():
@@ -158,7 +160,7 @@ def blocks_of(bundle: Curvature, vector: TaskVector) -> list[CurvatureBlock]:
 def _block_change(
     vector: TaskVector, join: Join, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the change ΔW that a vector makes to the parameters of a block, if possible as factors of ΔW = U V.
+    """Returns the change ΔW that a vector makes to the parameters of a block, if possible as factors U and V.
 
     Args:
         vector: The vector.
@@ -166,8 +168,8 @@ def _block_change(
         shapes: Shapes of the parameters, by name.
 
     Returns:
-        U, (rows, r), and V, (r, columns), if the vector stores factors of the parameters. Otherwise, ΔW,
-        (rows, columns), and None.
+        U, (rows, r), and V, (r, columns), with ΔW = U V, if the changes to all parameters are available as factors.
+        Otherwise, ΔW, (rows, columns), and None.
     """
     left, right = [], []
     for piece in join.pieces:
@@ -195,7 +197,7 @@ def _block_change(
 def _quadratic(structure: BlockStructure, change: tuple[Tensor, Tensor | None]) -> Tensor:
     """Computes <ΔW, G ΔW> for a block.
 
-    If the block has Kronecker factors and ΔW = U V, this is the sum of weight · tr((Uᵀ B U)(V A Vᵀ)) over its terms.
+    If the block has Kronecker factors and ΔW = U V, this is Σ weight · tr((Uᵀ B U)(V A Vᵀ)) over the terms of G.
 
     Args:
         structure: The structure of the block, which defines G.
@@ -247,31 +249,30 @@ def _measure_layers(
     evaluation_sets: Mapping[str, EvaluationSet],
     examples: Mapping[str, int],
     bundles: Mapping[str, Curvature],
-    blocks: Mapping[str, Sequence[CurvatureBlock]],
+    blocks: Mapping[tuple[str, str], Sequence[CurvatureBlock]],
     vectors: Mapping[str, TaskVector],
     batch_size: int,
     counter: ProgressCounter,
 ) -> dict[tuple[str, str, Join], float]:
     """Measures E ‖J τ‖² for every vector and block, where τ is the part of the vector that the block covers.
 
-    A block that occurs in several bundles is measured on the examples of all their tasks at once, because a forward
-    pass over a few examples takes nearly as long as a pass over many.
+    A block that occurs in several bundles is measured on the examples of all of their tasks together, because a forward
+    pass over a few examples takes nearly as long as a pass over many examples.
 
     Args:
         model: The base model.
         evaluation_sets: Evaluation sets by task.
         examples: Number of examples to use, by task. A task with 0 examples is not measured.
         bundles: Curvatures by task.
-        blocks: The blocks to measure, by task.
+        blocks: The blocks to measure, by vector name and task.
         vectors: Task vectors by name.
         batch_size: Examples per forward pass.
         counter: Progress counter. Each example is counted once per vector and block.
 
     Returns:
-        The mean for each triple of a vector name, a task and the join of a block.
+        The mean for each triple (vector name, task, join), where the join identifies the block.
     """
     prepared: dict[str, list[Batch]] = {}
-    tasks_of: dict[Join, tuple[str, ...]] = {}
     for task, count in examples.items():
         if count:
             evaluation_set = evaluation_sets[task]
@@ -279,16 +280,19 @@ def _measure_layers(
             prepared[task] = [
                 batch for _, batch in prepared_batches(model, evaluation_set.split, task, numbers, batch_size)
             ]
-            for block in blocks[task]:
-                tasks_of[block.join] = (*tasks_of.get(block.join, ()), task)
-    groups = {tasks: _joined({task: prepared[task] for task in tasks}, batch_size) for tasks in tasks_of.values()}
-    parameters = select_parameters(model.module, list(next(iter(vectors.values()))))
-    linearized = Linearized(model.module, model.forward, parameters)
+    groups: dict[tuple[str, ...], list[tuple[Batch, list[tuple[str, int]]]]] = {}
     shapes = {task: _shapes(bundle) for task, bundle in bundles.items()}
     measured: dict[tuple[str, str, Join], float] = {}
     for vector_name, vector in vectors.items():
+        linearized = Linearized(model.module, model.forward, select_parameters(model.module, list(vector)))
         tau = dict(vector)
+        tasks_of: dict[Join, tuple[str, ...]] = {}
+        for task in prepared:
+            for block in blocks[vector_name, task]:
+                tasks_of[block.join] = (*tasks_of.get(block.join, ()), task)
         for join, tasks in tasks_of.items():
+            if tasks not in groups:
+                groups[tasks] = _joined({task: prepared[task] for task in tasks}, batch_size)
             restricted = _restricted(tau, join, shapes[tasks[0]])
             totals = dict.fromkeys(tasks, 0.0)
             for batch, sizes in groups[tasks]:
@@ -305,7 +309,8 @@ def _measure_layers(
 def _joined(prepared: Mapping[str, Sequence[Batch]], batch_size: int) -> list[tuple[Batch, list[tuple[str, int]]]]:
     """Concatenates consecutive batches of several tasks where possible.
 
-    Batches are concatenated if they are tensors, their examples have the same shape, and the result is small enough.
+    Batches are concatenated if they are tensors, if their examples have the same shape, and if the result contains at
+    most `batch_size` examples.
 
     Args:
         prepared: Batches by task.
@@ -338,7 +343,7 @@ def _shapes(bundle: Curvature) -> dict[str, tuple[int, ...]]:
 
 
 def _restricted(tau: Mapping[str, Tensor], join: Join, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Returns the part of τ that a block covers. Rows of its parameters that other blocks cover are set to zero."""
+    """Returns the part of τ that a block covers. Rows of a parameter that other blocks cover are set to zero."""
     restricted = scatter(gather(tau, join, shapes), join, shapes)
     return {name: value for name, value in restricted.items() if name in tau}
 
@@ -349,7 +354,7 @@ def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None
     Args:
         task: Name of the bundle, for error messages.
         bundle: The bundle.
-        vector: The vector. If several vectors have the same base model and parameters, it suffices to check one.
+        vector: The vector.
 
     Raises:
         TaskVectorError: If the bundle is for another model or another f, or does not cover the parameters of the
@@ -357,33 +362,33 @@ def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None
     """
     about, name = bundle.about, printable(task)
     if difference := function_difference(about.function, vector.about.function):
-        raise TaskVectorError(f"the bundle of {name} and the vectors are for different functions f: {difference}")
+        raise TaskVectorError(f"the bundle for {name} and the vectors are for different functions f: {difference}")
     covered = {parameter.name: parameter for parameter in about.base.parameters}
     for parameter in vector.about.base.parameters:
         if parameter.name not in covered:
-            problem = f"the vectors change {parameter.name!r}, which the bundle of {name} does not cover"
+            problem = f"the vectors change {parameter.name!r}, which the bundle for {name} does not cover"
             remedy = (
                 "Estimate a bundle that covers this parameter, with --params (params=...). If f does not depend on the "
-                "parameter, for example because it is in the text tower of a CLIP model, remove it from the checkpoint "
-                "or adapter and extract the vector again"
+                "parameter, for example because the parameter is in the text tower of a CLIP model, remove it from the "
+                "checkpoint or adapter and extract the vector again"
             )
             raise TaskVectorError(f"{problem}, so this bundle cannot predict the drift of the vectors. {remedy}")
         if covered[parameter.name] != parameter:
             models = f"{about.base.name} and {vector.about.base.name}"
             problem = f"have different base models ({models}): the parameter {parameter.name!r} differs"
-            raise TaskVectorError(f"the bundle of {name} and the vectors {problem}")
+            raise TaskVectorError(f"the bundle for {name} and the vectors {problem}")
 
 
 MAX_EIGENVALUES = 64
-"""Maximum number of eigenvalues listed per matrix."""
+"""Maximum number of eigenvalues that are listed for each matrix."""
 
 
 def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, total: None) -> dict[str, Any]:
-    """Computes the eigenvalues of all matrices of a curvature.
+    """Computes the eigenvalues of all matrices in a curvature.
 
-    At most `MAX_EIGENVALUES` eigenvalues of each matrix are listed, in descending order. Their ranks, which count from
-    1 for the largest eigenvalue, are evenly spaced on a logarithmic scale. If a block is a sum of several terms, the
-    matrices of each term are listed separately.
+    At most `MAX_EIGENVALUES` eigenvalues of each matrix are listed, in descending order. Their ranks are approximately
+    evenly spaced on a logarithmic scale, where the largest eigenvalue has rank 1. If a block is a sum of several terms,
+    the matrices of each term are listed separately.
 
     Args:
         curvature: The curvature.
@@ -392,7 +397,8 @@ def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, tota
 
     Returns:
         `{"blocks": [{"name", "side", "size", "trace", "effective_rank", "eigenvalues", "ranks"}]}`, with one entry per
-        matrix: "name" is the name of the block, "side" is "A", "B" or "G", and "size" is the number of rows.
+        matrix. "name" is the name of the block, "side" is "A", "B" or "G", "size" is the number of rows, and "ranks"
+        contains the rank of each listed eigenvalue.
 
     Example:
         >>> for block in kp.spectra(kp.load("digits.kfac"))["blocks"]:
@@ -416,8 +422,8 @@ def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, tota
 def effective_rank(values: Tensor) -> float:
     """Returns the effective rank of a matrix: the exponential of the entropy of its normalised eigenvalues.
 
-    This is the definition by Roy and Vetterli. The effective rank is n for n equal eigenvalues, and 1 if
-    only one eigenvalue is nonzero. Negative eigenvalues, which result from rounding or pruning, count as zero.
+    This is the definition of Roy and Vetterli (2007). The effective rank is n if n eigenvalues are equal and all others
+    are zero. Negative eigenvalues, which result from rounding or pruning, count as zero.
     """
     positive = values[values > 0].cpu().double()
     if not len(positive):

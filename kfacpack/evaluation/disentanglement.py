@@ -1,15 +1,15 @@
-"""Disentanglement error and localisation, which measure whether a vector changes outputs only on its own task.
+"""Disentanglement error and localisation, which measure whether a vector changes the outputs only on its task.
 
 The disentanglement error of two tasks is computed over a grid of coefficients:
 
     ξ(α1, α2) = Σ_t E_t [ pred(θ0 + α_t τ_t) ≠ pred(θ0 + α1 τ1 + α2 τ2) ]
 
 Here, pred(θ) is the class that the model with the weights θ predicts, and E_t is the mean over the examples of task t.
-The error ranges from 0, where adding the other vector changes no prediction, to 2.
+The error is 0 if adding the other vector changes no prediction, and 2 if it changes every prediction.
 
-Localisation is measured by the squared change in f on each example x, ‖J(x) τ_t‖². If the values on the vector's own
-task and on other tasks do not overlap, they identify the task of an example. The AUROC is the probability that an
-example of the vector's own task has a larger value than an example of another task, where a tie counts as one half.
+Localisation is measured by the squared change in f on each example x, ‖J(x) τ_t‖². The AUROC is
+the probability that this value is larger for an example of the vector's own task than for an example of another task,
+where a tie counts as one half. If the AUROC is 1, the value identifies the examples of the vector's task.
 
 Notation: N is the number of examples, K the number of classes, C the width of f.
 """
@@ -59,24 +59,24 @@ def disentanglement(
     """Computes the disentanglement error of two vectors over a grid of coefficients.
 
     In the linear regime, each example is processed once for the whole grid. In other regimes, or if the head of a task
-    scores class names of several tokens, each example is processed once per pair of coefficients.
+    scores class names that consist of several tokens, each example is processed once per pair of coefficients.
 
     Args:
         model: The base model.
         evaluation_sets: Examples of the first vector's task, and examples of the second vector's task.
         vectors: Two vectors with the same base model and regime.
-        alphas: Coefficients of each vector. The grid consists of all pairs of them.
-        heads: Heads by task name. Defaults to the vector's head for its task, or else to `kp.head_for(model, task)`.
+        alphas: Coefficients for both vectors. The grid consists of all pairs of these coefficients.
+        heads: Heads by task name. The default is the head in the task's vector, or else `kp.head_for(model, task)`.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and the total number.
 
     Returns:
         `{"tasks": [A, B], "alphas", "xi", "examples": {A: n, B: n}}`, where A and B are the names of the tasks. "xi"
-        contains the errors: its rows correspond to the coefficients of the first vector, its columns to those of the
-        second. "examples" contains the number of examples of each task.
+        contains the errors. Its rows correspond to the coefficients of the first vector, and its columns correspond to
+        the coefficients of the second vector. "examples" contains the number of examples of each task.
 
     Raises:
-        KfacpackError: If the vectors, tasks and heads are incompatible, or `alphas` is empty or not finite.
+        KfacpackError: If the vectors, tasks and heads are incompatible, or if `alphas` is empty or contains NaN or Inf.
 
     Example:
         >>> sets = tuple(kp.EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist"))
@@ -84,7 +84,7 @@ def disentanglement(
     """
     alphas = [float(alpha) for alpha in alphas]
     if not alphas or not all(map(isfinite, alphas)):
-        raise KfacpackError(f"alphas {alphas}: expected one or more finite numbers")
+        raise KfacpackError(f"alphas is {alphas}, expected one or more finite numbers")
     names = list(by_task_name(evaluation_sets))
     require_compatible_vectors(vectors)
     heads = heads or {}
@@ -110,8 +110,8 @@ def disentanglement(
 class _ErrorGrid:
     """Counts the examples of each task whose prediction changes when the vector of the other task is added.
 
-    Both methods return one tensor per task, which contains the count for every pair of coefficients. Its rows
-    correspond to the coefficients of the first vector, its columns to those of the second.
+    Both methods return one tensor per task, which contains the count for every pair of coefficients. The rows of the
+    tensor correspond to the coefficients of the first vector, and its columns to those of the second vector.
     """
 
     model: Model
@@ -143,7 +143,7 @@ class _ErrorGrid:
         return errors
 
     def nonlinear_errors(self) -> list[Tensor]:
-        """Returns the counts for any two vectors, computed by evaluating the model with every combination of them."""
+        """Returns the counts for two vectors of any regime. The model is evaluated at every pair of coefficients."""
         alphas = self.alphas
         pairs: dict[AlphaPair, None] = dict.fromkeys((a, b) for a in alphas for b in alphas)
         needed = [pairs | {(a, 0.0): None for a in alphas}, pairs | {(0.0, b): None for b in alphas}]
@@ -189,8 +189,8 @@ def localisation(
 ) -> dict[str, Any]:
     """Measures how much each vector changes f on its own task and on other tasks.
 
-    The change on an example is the squared norm of the change in f: ‖J τ‖² in the linear regime, and otherwise
-    ‖f(θ0 + τ) − f(θ0)‖².
+    For each example, the squared norm of the change in f is computed: ‖J τ‖² in the linear regime, and
+    ‖f(θ0 + τ) − f(θ0)‖² in other regimes.
 
     Args:
         model: The base model.
@@ -201,13 +201,14 @@ def localisation(
 
     Returns:
         `{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc"}`, where T and U are task names. Each
-        S summarises changes as `{"examples", "mean", "quantiles"}`, with quantiles at 5, 25, 50, 75 and 95 %. "on" is
-        for the examples of the vector's own task, "off" for the examples of all other tasks, and "by_task" for each
-        task separately. The outer "auroc" is the mean over the vectors.
+        S is a summary of squared norms, `{"examples", "mean", "quantiles"}`, with quantiles at 5, 25, 50, 75 and 95 %.
+        "on" summarises the examples of the vector's own task, "off" summarises the examples of all other tasks, and
+        "by_task" contains one summary per task. The "auroc" of a vector compares "on" with "off", and the outer "auroc"
+        is the mean over the vectors.
 
     Raises:
-        KfacpackError: If there are no examples of a vector's task, there are fewer than two tasks, or the vectors are
-            incompatible.
+        KfacpackError: If there are no examples of a vector's task, if there are fewer than two tasks, or if the vectors
+            are incompatible.
 
     Example:
         >>> sets = [kp.EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist")]
@@ -216,10 +217,10 @@ def localisation(
     tasks, taus = by_task_name(evaluation_sets), list(vectors.values())
     require_compatible_vectors(taus)
     if missing := [name for name in vectors if name not in tasks]:
-        raise KfacpackError(f"no examples of {printable(missing[0])}; expected examples of every vector's task")
+        raise KfacpackError(f"got no examples of {printable(missing[0])}; expected examples of every vector's task")
     if len(tasks) < 2:
         only = printable(next(iter(tasks)))
-        raise KfacpackError(f"got examples of {only} only; expected examples of at least one other task")
+        raise KfacpackError(f"got only examples of {only}; expected examples of at least one other task as well")
     examples = sum(len(evaluation_set.numbers) for evaluation_set in evaluation_sets)
     counter = ProgressCounter(passes_needed(taus) * examples, on_progress)
     sizes_by_task = {
@@ -265,6 +266,6 @@ def auroc(on: Tensor, off: Tensor) -> float:
 
 
 def _describe(sizes: Tensor) -> dict[str, Any]:
-    """Returns the number, the mean and the quantiles of squared changes, (N,)."""
+    """Returns the number, the mean and the quantiles of the given squared norms, (N,)."""
     quantiles = torch.quantile(sizes, torch.tensor(QUANTILES, dtype=sizes.dtype))
     return {"examples": len(sizes), "mean": float(sizes.mean()), "quantiles": quantiles.tolist()}

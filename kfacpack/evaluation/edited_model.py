@@ -1,7 +1,7 @@
-"""Forward passes of a model with task vectors, and the resulting changes in its outputs.
+"""Forward passes of a model with task vectors added, and the resulting changes in its outputs.
 
 With a vector τ that was trained in the linear regime, the output is f + α J τ, as in training. Other vectors are added
-to the weights. The change in f is therefore J τ in the linear regime, and f(θ0 + τ) − f(θ0) in other regimes.
+to the weights. For α = 1, the change in f is therefore J τ in the linear regime and f(θ0 + τ) − f(θ0) in other regimes.
 
 Notation: f is the output of the model, J its Jacobian at the base weights θ0. N is the number of examples, V the number
 of vectors, C the width of f.
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
     BatchForward = Callable[[Batch], Tensor]
-    """Maps a batch to f, (N, C), without gradients."""
+    """Function that maps a batch to f, (N, C), without gradients."""
 
     FAndChange = tuple[Tensor, Tensor]
     """f and J τ of a batch, each (N, C)."""
 
     BatchForwards = Callable[[Batch], list[Tensor]]
-    """Maps a batch to a list of outputs f, (N, C), one for each multiple of a vector, without gradients."""
+    """Function that maps a batch to a list of outputs f, (N, C), one per multiple of a vector, without gradients."""
 
 
 @contextmanager
 def edited_model(model: Model, vector: TaskVector | None, alpha: float = 1.0) -> Iterator[BatchForward]:
-    """Context manager that yields a function that computes f with α times a vector. On exit, it restores the model.
+    """Context manager that adds α times a vector to a model, yields a function that computes f, and restores the model.
 
     Args:
         model: The model.
@@ -57,13 +57,13 @@ def edited_model(model: Model, vector: TaskVector | None, alpha: float = 1.0) ->
 def forward_passes(
     model: Model, vector: TaskVector | None, alphas: Sequence[float]
 ) -> list[AbstractContextManager[BatchForwards]]:
-    """Returns the passes over the data that are needed to compute f with α times a vector, for every α.
+    """Returns the passes over the data that are needed to compute f with α times a vector added, for every α.
 
     A linear vector needs one pass, which computes f and J τ. Other vectors need one pass per α.
 
     Returns:
-        One context manager per pass. It yields a function from a batch to a list of outputs, one for each α of the
-        pass. The passes are in the order of `alphas`.
+        One context manager per pass, in the order of `alphas`. Each context manager yields a function that maps a batch
+        to a list of outputs, one for each α of the pass.
     """
     if vector is None:
         return [_unedited(model)]
@@ -87,7 +87,7 @@ def _linearized(model: Model, vector: TaskVector, alphas: Sequence[float]) -> It
 
 
 def multiples(f: Tensor, change: Tensor, factor: float, alphas: Sequence[float]) -> list[Tensor]:
-    """Returns the outputs of a model with α times a linear vector, for each α: a list of tensors, (N, C).
+    """Returns the outputs of a model with α times a linear vector added, for each α, as a list of tensors, (N, C).
 
     Args:
         f: Output of the unedited model, (N, C).
@@ -107,9 +107,9 @@ def _f_and_change(linearized: Linearized, batch: Batch, tau: Mapping[str, Tensor
 
 
 class OutputCache:
-    """A cache of f and J τ for linear vectors on one evaluation set, which several measurements share.
+    """A cache for f and J τ of linear vectors on one evaluation set.
 
-    When the cache is full, the least recently used results are discarded.
+    Several measurements can share the cache. When it is full, the least recently used results are discarded.
 
     Args:
         max_bytes: Maximum total size of the results in bytes.
@@ -141,14 +141,16 @@ def linear_outputs(
 ) -> Iterator[tuple[Sequence[int], Tensor, list[Tensor]]]:
     """Yields f and J τ of several linear vectors, batch by batch.
 
-    For each batch, it yields three values: the indices of its examples, f, (N, C), and a list that contains J τ,
-    (N, C), for each vector. If the evaluation set has a cache, results are read from it and stored in it.
+    If the evaluation set has a cache, results are read from the cache and stored in it.
 
     Args:
         model: The model.
         evaluation_set: The examples.
         directions: Linear vectors with the same base model.
         batch_size: Examples per forward pass.
+
+    Yields:
+        For each batch, the indices of its examples; f, (N, C); and a list with J τ, (N, C), for each vector.
     """
     directions[0].check(model.module, model.function)  # the others have the same base model
     cache = evaluation_set.outputs
@@ -173,7 +175,7 @@ def linear_outputs(
 def _computed_outputs(
     model: Model, evaluation_set: EvaluationSet, directions: Sequence[TaskVector], batch_size: int
 ) -> Generator[list[FAndChange], None, None]:
-    """Computes f and J τ, and yields a list with a pair (f, J τ) for each vector, batch by batch."""
+    """Computes f and J τ batch by batch, and yields a list with a pair (f, J τ) for each vector."""
     linearized, taus = _linearized_along(model, directions)
     split, task = evaluation_set.split, evaluation_set.task.name
     for numbers, batch in prepared_batches(model, split, task, evaluation_set.numbers, batch_size):
@@ -206,7 +208,8 @@ def output_changes(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields f of the unedited model, (N, C), and the changes in f that the vectors cause, (V, N, C).
 
-    Each pair is for a group of N consecutive examples: a batch in the linear regime, and otherwise all examples.
+    In the linear regime, one pair is yielded for each batch of N examples. In other regimes, a single pair is yielded
+    for all examples.
 
     Args:
         model: The model.
@@ -230,10 +233,10 @@ def output_changes(
 
 
 def passes_needed(vectors: Sequence[TaskVector]) -> int:
-    """Returns how many passes over the examples `output_changes` makes.
+    """Returns the number of passes over the examples that `output_changes` makes.
 
     In the linear regime, one pass computes f and every J τ. In other regimes, there is one pass for f and one for each
-    vector. Adding a vector to the weights takes longer than a forward pass, so it is added once for all batches.
+    vector. Adding a vector to the weights takes longer than a forward pass, so each vector is added only once.
     """
     return 1 if vectors[0].is_linear else 1 + len(vectors)
 
@@ -249,10 +252,10 @@ def outputs_of(
 
 
 def require_compatible_vectors(vectors: Sequence[TaskVector]) -> None:
-    """Checks that there is at least one vector, and that all have the same base model, parameters, regime and f.
+    """Checks that there is at least one vector, and that the vectors can be added; see `check_addable`.
 
     Raises:
-        KfacpackError: If there are no vectors, or they differ in one of these properties.
+        KfacpackError: If there are no vectors, or if their base models, regimes or functions f differ.
     """
     if not vectors:
         raise KfacpackError("nothing to measure: expected at least one task vector, got 0")
@@ -275,7 +278,7 @@ def by_task_name(evaluation_sets: Sequence[EvaluationSet]) -> dict[str, Evaluati
 def _linearized_along(
     model: Model, vectors: Sequence[Mapping[str, Tensor]]
 ) -> tuple[Linearized, list[dict[str, Tensor]]]:
-    """Returns the model linearised in the parameters of the vectors, and the vectors on the model's device."""
+    """Returns the model linearised in the parameters of the vectors, and the vectors on the device of the model."""
     parameters = select_parameters(model.module, list(vectors[0]))
     taus = [{name: vector[name].to(parameter.device) for name, parameter in parameters.items()} for vector in vectors]
     return Linearized(model.module, model.forward, parameters), taus

@@ -1,19 +1,20 @@
 """Interference: the drift that each task vector causes on other tasks, predicted from bundles alone.
 
-The drift is the mean squared change in f on the examples of a task. The prediction of the drift that vector s causes on
-task t is τ_sᵀ G_t τ_s, which requires neither data nor the model. Because G is block-diagonal, this is the sum of the
-drifts q_b of the single blocks, as if the changes in f that different blocks cause were uncorrelated. However, blocks
-that were trained together change f in similar directions. If all these changes were aligned, the drift would be
+The drift is the mean squared change in f on the examples of a task. The predicted drift of vector s on task t is
+τ_sᵀ G_t τ_s, which requires neither data nor the model. Because G is block-diagonal, this prediction is the sum of the
+drifts q_b of the individual blocks, as if the changes in f that different blocks cause were uncorrelated. However,
+blocks that were trained together change f in similar directions. If all these changes were aligned, the drift would be
 (Σ_b √q_b)².
 
-Both numbers are returned. If the q_b are exact, the second number is an upper bound of the drift, by the Cauchy-Schwarz
-inequality for the products between blocks. Kronecker factors may underestimate q_b, so the measured drift can exceed
-the second number. In measurements with exact blocks, the drift was several times the sum of the q_b, so most of it
-comes from the products between blocks. With every seed that was tried, the second number ordered the pairs of a vector
-and a task better (docs/results), so pairs are ranked by it.
+Both the sum Σ_b q_b and the aligned drift (Σ_b √q_b)² are returned. If the q_b are exact, the aligned drift is an upper
+bound on the drift, by the Cauchy-Schwarz inequality for the products between blocks. Kronecker factors may
+underestimate q_b, so the measured drift can exceed the aligned drift. In measurements with exact blocks, the drift was
+several times the sum, so most of the drift comes from the products between blocks. With every seed that was tried, the
+aligned drift ranked the pairs of a vector and a task more accurately than the sum (docs/results). Therefore,
+`kfacpack measure interference` sorts the pairs by the aligned drift.
 
-If examples are given, the measured drift is reported as well. Prediction and measurement are compared by rank, because
-a user who decides which vectors to merge needs the order of the pairs rather than their values.
+If examples are given, the measured drift is reported as well. Predictions and measurements are compared by rank
+correlation, because a user who decides which vectors to merge needs the order of the pairs rather than their values.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class InterferencePair(TypedDict):
     """The drift that one vector causes on one task."""
 
     vector: str
-    """Task of the vector."""
+    """Name of the vector's task."""
     task: str
     """Name of the bundle: its task, or the name of a merged bundle."""
     own: bool
@@ -49,13 +50,13 @@ class InterferencePair(TypedDict):
     predicted: float
     """τᵀ G τ, the predicted drift."""
     aligned: float
-    """Predicted drift if all blocks change f in the same direction: (Σ √q)², where q is the contribution of a block."""
+    """Predicted drift if all blocks change f in the same direction: (Σ √q)², where q is the drift of one block."""
     relative: float | None
-    """Predicted drift divided by that of the same vector on its own task; null if the latter is unknown or zero."""
+    """Predicted drift divided by the same vector's predicted drift on its own task; null if that is unknown or zero."""
     measured: float | None
     """Drift measured on examples of the task; null if there are no examples."""
     blocks: dict[str, float]
-    """Contribution of each block to the predicted drift, in the order of the bundle."""
+    """Contribution of each block to the predicted drift, by block name, in the order of the blocks in the bundle."""
 
 
 class InterferenceTask(TypedDict):
@@ -66,9 +67,9 @@ class InterferenceTask(TypedDict):
     tasks: list[str]
     """Tasks that the bundle contains."""
     own: float | None
-    """Predicted drift for the task's own vector; null if this vector is not given, or the bundle is merged."""
+    """Predicted drift of the task's own vector; null if this vector was not passed, or if the bundle is merged."""
     others: float
-    """Sum of the predicted drifts for the vectors of other tasks."""
+    """Sum of the predicted drifts of the vectors of other tasks."""
     relative: float | None
     """`others` divided by `own`; null if `own` is null or zero."""
 
@@ -78,28 +79,28 @@ class InterferenceBlock(TypedDict):
 
     block: str
     predicted: float
-    """Predicted drift, summed over all pairs of a vector and another task."""
+    """Predicted drift, summed over all pairs of a vector and a task other than its own."""
     share: float
-    """Fraction of the sum of `predicted` over all blocks."""
+    """`predicted` divided by the sum of `predicted` over all blocks."""
 
 
 class InterferenceResult(TypedDict):
     """Predicted drift for every vector and every bundle, in total and by block."""
 
     vectors: list[str]
-    """Rows of the table: the tasks of the vectors."""
+    """Names of the vectors' tasks. Each vector is a row of the table of drifts."""
     pairs: list[InterferencePair]
     tasks: list[InterferenceTask]
-    """Columns of the table: the bundles."""
+    """One entry per bundle. Each bundle is a column of the table of drifts."""
     blocks: list[InterferenceBlock]
-    """All blocks, in descending order of their contributions."""
+    """The contributions of all blocks, in descending order."""
     spearman: float | None
-    """Rank correlation of `predicted` and `measured` over the pairs of a vector and another task.
+    """Rank correlation of `predicted` and `measured` over all pairs of a vector and a task other than its own.
 
     Null if fewer than three of these pairs were measured.
     """
     spearman_aligned: float | None
-    """Rank correlation of `aligned` and `measured` over the same pairs."""
+    """Rank correlation of `aligned` and `measured` over the same pairs as for `spearman`."""
 
 
 def interference(
@@ -113,24 +114,24 @@ def interference(
 ) -> InterferenceResult:
     """Predicts from bundles the drift that each vector causes on each task, in total and by block.
 
-    Neither the model nor data is needed. With a model and examples, the drift is also measured.
+    The prediction needs neither the model nor data. If a model and examples are passed, the drift is also measured.
 
     Args:
         vectors: Task vectors by task name.
-        bundles: Curvatures by task name. Merged curvatures are allowed under any other name.
+        bundles: Curvatures by task name. A merged curvature may have any other name.
         model: The base model, which is used only to measure the drift.
-        evaluation_sets: Examples of the tasks for which the drift is also measured.
+        evaluation_sets: Examples of the tasks on which the drift is also measured.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of blocks done and the total number, and then with the number of examples
-            done and the total number.
+        on_progress: Called with the number of blocks done and the total number of blocks, and then with the number of
+            examples done and the total number of examples.
 
     Returns:
-        The drift for every pair of a vector and a bundle, and its sums by task and by block. If the drift was measured,
-        the result also contains the rank correlation of the predicted and the measured drift.
+        The drift for every pair of a vector and a bundle, and the sums of these drifts by task and by block. If the
+        drift was measured, the result also contains the rank correlation of the predicted and the measured drifts.
 
     Raises:
-        KfacpackError: If there is no vector or no bundle, or if examples are given but there is no model, or no bundle
-            of their task.
+        KfacpackError: If there is no vector or no bundle, or if examples are passed without a model or without a bundle
+            for their task.
         TaskVectorError: If a bundle is for another model or another f, or does not cover the parameters of a vector.
 
     Example:
@@ -173,7 +174,7 @@ def _check_types(vectors: object, bundles: object, evaluation_sets: object) -> N
     for argument, values, kind in (("vectors", vectors, TaskVector), ("bundles", bundles, Curvature)):
         # A TaskVector is itself a mapping from parameter names to tensors.
         if not isinstance(values, Mapping) or isinstance(values, TaskVector):
-            problem = f"expected a dict of {kind.__name__} by task name, got {type(values).__name__}"
+            problem = f"expected a dict of {kind.__name__} objects by task name, got {type(values).__name__}"
             raise KfacpackError(f"interference: {argument}: {problem}")
         for name, value in values.items():
             if not isinstance(name, str):
@@ -185,17 +186,18 @@ def _check_types(vectors: object, bundles: object, evaluation_sets: object) -> N
     if not isinstance(evaluation_sets, Sequence) or not all(
         isinstance(item, EvaluationSet) for item in evaluation_sets
     ):
-        raise KfacpackError("interference: evaluation_sets: expected a list of EvaluationSet objects")
+        problem = f"expected a list of EvaluationSet objects, got {printable(repr(evaluation_sets), 100)}"
+        raise KfacpackError(f"interference: evaluation_sets: {problem}")
 
 
 def merged_tasks(bundle: Curvature) -> tuple[str, ...]:
-    """Returns the names of the tasks whose bundles were merged, or no names if the bundle is not merged."""
+    """Returns the names of the tasks in a merged bundle, or an empty tuple if the bundle is not merged."""
     parents = bundle.about.merge.parents if bundle.about.merge else ()
     return tuple(dict.fromkeys(parent.task for parent in parents if parent.task))
 
 
 def spearman(first: Tensor, second: Tensor) -> float | None:
-    """Returns Spearman's rank correlation of two lists of numbers, with the ranks of ties averaged.
+    """Returns Spearman's rank correlation of two lists of numbers. Equal numbers have the mean of their ranks.
 
     Args:
         first: Numbers, (n,).
@@ -231,10 +233,10 @@ def _check_sets(
     """Checks that the drift can be measured on the evaluation sets, and returns them by task name."""
     sets = by_task_name(evaluation_sets)
     if sets and model is None:
-        raise KfacpackError("examples are given, but there is no model to measure the drift with; pass model=...")
+        raise KfacpackError("got examples, but no model with which to measure the drift; pass the model (model=...)")
     if unused := [name for name in sets if name not in bundles]:
-        problem = f"examples of {printable(unused[0])} are given, but there is no bundle of that name"
-        raise KfacpackError(f"{problem}; expected one of: {printable(', '.join(bundles))}")
+        problem = f"got examples of {printable(unused[0])}, but there is no bundle with this name"
+        raise KfacpackError(f"{problem}; expected examples of tasks with a bundle: {printable(', '.join(bundles))}")
     if sets:
         require_compatible_vectors(list(vectors.values()))
     return sets

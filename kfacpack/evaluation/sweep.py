@@ -1,6 +1,6 @@
 """Accuracy as a function of α, selection of α on validation data, negation, and the format of evaluation results.
 
-Negation adds −α τ to the weights to forget a task. α is chosen so that a control task keeps most of its accuracy.
+Negation adds −α τ to a model so that it forgets a task. α is chosen so that a control task keeps most of its accuracy.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class TaskEvaluation(TypedDict):
     """Accuracy on one task."""
 
     accuracy: float
-    """Share of correct predictions."""
+    """Fraction of the predictions that are correct."""
     normalized: float | None
-    """Accuracy divided by the accuracy with the task's own vector alone; null if the latter is unknown or zero."""
+    """Accuracy divided by the accuracy with only the task's own vector; null if the latter is unknown or zero."""
     examples: int
     """Number of examples."""
     perplexity: NotRequired[float]
-    """Per-token perplexity, for tasks with prompts and completions. Their accuracy is also computed per token."""
+    """Per-token perplexity; present only for tasks with completions, whose accuracy is also computed per token."""
     head: NotRequired[str]
-    """Origin of the classifier: text, words or prototypes."""
+    """Origin of the head: "text", "words" or "prototypes"."""
 
 
 class MeanEvaluation(TypedDict):
@@ -57,7 +57,7 @@ class MeanEvaluation(TypedDict):
 
 
 class Evaluation(TypedDict):
-    """Accuracies of all tasks."""
+    """Accuracies on all tasks."""
 
     tasks: dict[str, TaskEvaluation]
     """Accuracies by task name."""
@@ -65,17 +65,17 @@ class Evaluation(TypedDict):
 
 
 class AlphaEvaluation(Evaluation):
-    """Accuracies of all tasks at one α."""
+    """Accuracies on all tasks at one α."""
 
     alpha: float
 
 
 class SweepBest(TypedDict):
-    """The best α of a sweep."""
+    """The α with the largest mean accuracy in a sweep."""
 
     alpha: float
     split: str
-    """Name of the split that was evaluated."""
+    """Name of the split on which the model was evaluated."""
     mean: MeanEvaluation
 
 
@@ -116,9 +116,9 @@ def evaluation_result(
 
     Args:
         task_scores: Scores by task name.
-        individual: Accuracy on each task with the task's own vector alone, by task name. If it is missing or zero,
-            "normalized" is None for this task and in the mean.
-        heads: Origin of each head, by task name. If it is passed, it is added to the results as "head".
+        individual: Accuracy on each task with only the task's own vector, by task name. If the accuracy on a task is
+            missing or zero, "normalized" is None for this task and in the mean.
+        heads: Origin of each task's head, by task name. If passed, the origins are added to the result as "head".
 
     Returns:
         `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`. Tasks with
@@ -148,7 +148,7 @@ def evaluation_result(
 
 
 def normalized(accuracy: float, individual: float | None) -> float | None:
-    """Returns accuracy / individual, or None if `individual`, the accuracy with the task's own vector, is None or 0."""
+    """Returns accuracy / individual, or None if `individual` (see `evaluation_result`) is None or 0."""
     return accuracy / individual if individual else None
 
 
@@ -165,10 +165,10 @@ def sweep(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Score]:
-    """Evaluates a model with α times a task vector, for each α.
+    """Evaluates a model with α times a task vector added, for each α.
 
-    The scores are exactly those of `kp.evaluate` at each α. For a linear vector, f and J τ are computed once, so a
-    sweep takes as long as one evaluation. In other regimes, each α requires a separate pass over the examples.
+    The scores are identical to those of `kp.evaluate` at each α. For a linear vector, f and J τ are computed once, so a
+    sweep takes about as long as one evaluation. In other regimes, each α requires a separate pass over the examples.
 
     Args:
         model: A model from `kp.load_model`, or its name.
@@ -178,15 +178,15 @@ def sweep(
         head: Head to use. Defaults to the vector's head for this task, or else to `kp.head_for(model, task)`.
         split: Name of the split.
         examples: "all", a number, or a percentage of the split such as "30%".
-        seed: Seed of the selection of examples.
+        seed: Seed for the random selection of examples.
         batch_size: Examples per forward pass.
-        on_progress: Called with the number of examples done and the total number over all passes.
+        on_progress: Called with the number of examples done and the total number, over all passes.
 
     Returns:
         One score per α.
 
     Raises:
-        KfacpackError: If the model, head, vector and task are incompatible, or outputs contain NaN or Inf.
+        KfacpackError: If the model, head, vector and task are incompatible, or if the outputs contain NaN or Inf.
 
     Example:
         >>> vector = kp.TaskVector.load("digits.safetensors")
@@ -197,18 +197,18 @@ def sweep(
 
 
 def mean(task_scores: Sequence[Score]) -> float:
-    """Returns the mean accuracy, with equal weight for every task."""
+    """Returns the mean accuracy over tasks. All tasks have the same weight."""
     return float(exact_mean(task_scores))
 
 
 def best(alphas: Sequence[float], by_task: Sequence[Sequence[Score]]) -> int:
     """Returns the index of the α with the largest mean accuracy over tasks.
 
-    Ties are resolved in favour of the α nearest to 1 and, if two are equally near, the smaller α.
+    Ties are resolved in favour of the α nearest to 1. If two values are equally near, the smaller one is chosen.
 
     Args:
         alphas: The coefficients.
-        by_task: For each task, its score at every α.
+        by_task: For each task, the scores at all coefficients.
     """
     means = [exact_mean([task_scores[k] for task_scores in by_task]) for k in range(len(alphas))]
     # Compare decimals, because 0.7 and 1.3 do not have the same distance from 1 as floats.
@@ -226,7 +226,7 @@ def as_table(alphas: Sequence[float], by_task: Mapping[str, Sequence[Score]]) ->
 
 
 def exact_mean(task_scores: Sequence[Score]) -> Fraction:
-    """Returns the mean accuracy as an exact fraction, so that rounding errors do not break ties."""
+    """Returns the mean accuracy as an exact fraction, so that rounding errors do not hide ties."""
     return sum((Fraction(score.correct, score.predictions) for score in task_scores), Fraction(0)) / len(task_scores)
 
 
@@ -235,14 +235,14 @@ VALIDATION = "validation"
 
 @dataclass(frozen=True)
 class SelectionTask:
-    """A task on which α is selected: its head, and its validation and test examples."""
+    """A task on which α is selected, with its head and its validation and test examples."""
 
     head: Head
     """Head to use."""
     validation: EvaluationSet
     """Examples on which α is selected."""
     test: EvaluationSet
-    """Examples on which the result is reported."""
+    """Examples on which the reported accuracies are measured."""
 
     @property
     def name(self) -> str:
@@ -252,7 +252,7 @@ class SelectionTask:
 
 @dataclass(frozen=True)
 class AlphaChoice:
-    """The α selected on validation data, and all scores."""
+    """The α selected on validation data, and the scores on validation and test data."""
 
     alpha: float
     """The selected α."""
@@ -271,15 +271,15 @@ def validation_set(task: Task, examples: int | str = "all", seed: int = 0) -> Ev
         KfacpackError: If the task has no validation split.
     """
     if VALIDATION not in task.splits:
-        problem = f"no split {VALIDATION!r}, on which α is selected; the task has only the splits "
-        remedy = "Add validation-*.parquet or validation/CLASS/ to its folder, or evaluate a single α"
+        problem = f"expected a split {VALIDATION!r} for the selection of α, but the task has only the splits "
+        remedy = "Add validation-*.parquet or validation/CLASS/ to the folder of the task, or evaluate a single α"
         splits = ", ".join(map(printable, task.splits))
         raise KfacpackError(f"{printable(task.name)}: {problem}{splits}. {remedy}")
     return EvaluationSet.of(task, VALIDATION, examples, seed)
 
 
 class SelectionScores:
-    """Scores of several tasks, at all candidate values of α on validation data and at a few values on test data.
+    """Computes scores on validation data for all candidate values of α, and scores on test data for a few values of α.
 
     Args:
         model: The model.
@@ -308,11 +308,11 @@ class SelectionScores:
         self._counter = ProgressCounter(total, on_progress)
 
     def validation(self) -> list[list[Score]]:
-        """Returns, for each task, its score on validation data at every candidate."""
+        """Returns the scores on validation data: for each task, a list with one score per candidate value of α."""
         return [self._scores(task.head, task.validation, self._candidates) for task in self._tasks]
 
     def test(self, alphas: Sequence[float]) -> list[list[Score]]:
-        """Returns, for each task, its score on test data at every α."""
+        """Returns the scores on test data: for each task, a list with one score per α."""
         return [self._scores(task.head, task.test, alphas) for task in self._tasks]
 
     def _scores(self, head: Head, evaluation_set: EvaluationSet, alphas: Sequence[float]) -> list[Score]:
@@ -337,13 +337,13 @@ def choose_alpha(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> AlphaChoice:
-    """Selects the α with the largest mean accuracy on the validation splits, and evaluates it on the test splits.
+    """Selects the α with the largest mean accuracy on validation data, and measures the accuracies on test data.
 
     Args:
         model: The model.
         tasks: Tasks with their heads and examples.
         vector: The task vector.
-        alphas: Candidate values. Ties are resolved in favour of the value nearest to 1.
+        alphas: Candidate values of α. Ties are resolved in favour of the value nearest to 1.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and the total number, over both splits.
 
@@ -351,7 +351,7 @@ def choose_alpha(
         The selected α and all scores.
 
     Raises:
-        KfacpackError: If the arguments are incompatible, or outputs contain NaN or Inf.
+        KfacpackError: If the arguments are incompatible, or if the outputs contain NaN or Inf.
     """
     check_alphas(vector, alphas)
     task_scores = SelectionScores(model, tasks, vector, alphas, 1, batch_size, on_progress)
@@ -363,14 +363,14 @@ def choose_alpha(
 
 
 CONTROL_KEEP = 0.95
-"""Default fraction of its accuracy that the control task must keep; 0.95 is usual in the literature."""
+"""Default fraction of the control task's accuracy that must be kept; 0.95 is the usual value in the literature."""
 
 
 class TaskNegation(TypedDict):
     """Accuracies on the test split before and after the vector is subtracted."""
 
     alpha: float
-    """Factor α of the subtracted vector."""
+    """Factor by which the subtracted vector is multiplied."""
     accuracy: float
     """Accuracy after the subtraction."""
     before: float
@@ -378,7 +378,7 @@ class TaskNegation(TypedDict):
     chance: float
     """Chance level: 1 divided by the number of classes."""
     removed: float | None
-    """Fraction of the margin of `before` over `chance` that was removed; null if there was no margin."""
+    """Fraction of the accuracy above chance that was removed; null if `before` is not above `chance`."""
     control: float
     """Accuracy of the control task after the subtraction."""
     control_before: float
@@ -391,9 +391,9 @@ class Negation(TypedDict):
     control: str
     """Name of the control task."""
     keep: float
-    """Fraction of its accuracy that the control task must keep on the validation split."""
+    """Fraction of the control task's accuracy on the validation split that must be kept."""
     tasks: dict[str, TaskNegation]
-    """Accuracies by the name of the task to forget."""
+    """Accuracies on each task to forget, by task name."""
 
 
 class NegationOutput(TypedDict):
@@ -413,12 +413,12 @@ def negate(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Negation:
-    """Selects α such that a model with −α τ forgets some tasks, and reports accuracies before and after this change.
+    """Selects α so that adding −α τ makes a model forget tasks, and reports accuracies before and after this change.
 
-    α is selected on validation data. Candidates are zero and all values of α at which the control keeps at least the
-    fraction `keep` of its original accuracy. The selected candidate has the smallest mean accuracy over the targets,
-    where accuracies below chance count as chance. Ties are resolved in favour of the smallest α. The accuracies that
-    are reported are measured on test data.
+    α is selected on validation data. Candidates are zero and all values of α at which the control task keeps at least
+    the fraction `keep` of its original accuracy. The candidate with the smallest mean accuracy over the targets is
+    selected. In this mean, accuracies below chance count as chance. Ties are resolved in favour of the smallest α. The
+    reported accuracies are measured on test data.
 
     Args:
         model: The model.
@@ -426,27 +426,27 @@ def negate(
         control: Task that must keep its accuracy.
         vector: The task vector to negate.
         alphas: Values of α to try, zero or positive.
-        keep: Fraction of the control's accuracy to keep, above 0 and at most 1.
+        keep: Fraction of the control task's accuracy that must be kept, above 0 and at most 1.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and the total number.
 
     Returns:
         `{"control": name of the control, "keep": keep, "tasks": {target: {"alpha", "accuracy", "before", "chance",
         "removed", "control", "control_before"}}}`. "chance" is 1 divided by the number of classes. "removed" is the
-        fraction of the margin of "before" over "chance" that was removed, or None if there was no margin.
+        fraction of the accuracy above chance that was removed, or None if "before" is not above "chance".
 
     Raises:
-        KfacpackError: If an α is negative, `keep` is out of range, the control is one of the targets, or a task has no
-            classes.
+        KfacpackError: If an α is negative, if `keep` is out of range, if the control is one of the targets, or if a
+            task has no classes.
     """
     check_alphas(vector, alphas)
     if negative := [alpha for alpha in alphas if alpha < 0]:
-        problem = f"alpha {negative[0]:g}: the vector is negated already, so a negative α would add it"
-        raise KfacpackError(f"{problem}; expected zero or positive values")
+        problem = f"alpha is {negative[0]:g}, expected zero or a positive number"
+        raise KfacpackError(f"{problem}: the vector is already negated, so a negative α would add it")
     if not 0 < keep <= 1:
-        raise KfacpackError(f"keep {keep:g}: expected a fraction of the control's accuracy, above 0 and at most 1")
+        raise KfacpackError(f"keep is {keep:g}, expected a fraction of the control's accuracy, above 0 and at most 1")
     if control.name in [target.name for target in targets]:
-        raise KfacpackError(f"{control.name!r} is a task to forget and cannot be the control; choose another task")
+        raise KfacpackError(f"{control.name!r} is both a task to forget and the control; choose another control task")
     for task in (*targets, control):
         require_classes(task.test.task)  # accuracies on completions have no chance level
     candidates = [0.0, *sorted({float(alpha) for alpha in alphas} - {0.0})]
@@ -473,14 +473,15 @@ def negate(
 def choose_negation_alpha(
     targets: Sequence[Sequence[Score]], control: Sequence[Score], keep: float, classes: Sequence[int]
 ) -> int:
-    """Returns the index of the α that reduces the targets' accuracy most while the control keeps enough of its own.
+    """Returns the index of the α to use for negation.
 
-    Accuracies below chance count as chance, so that α is not increased further at the expense of the control.
+    Of the values at which the control keeps enough accuracy, this one has the smallest mean accuracy on the targets.
+    Accuracies below chance count as chance, so that α is not increased further at the expense of the control task.
 
     Args:
-        targets: For each target, its scores at increasing values of α, the first of which is zero.
-        control: Scores of the control at the same values of α.
-        keep: Fraction of the control's accuracy to keep.
+        targets: Scores on each target at increasing values of α, starting at zero.
+        control: Scores on the control task at the same values of α.
+        keep: Fraction of the control task's accuracy that must be kept.
         classes: Number of classes of each target.
     """
 

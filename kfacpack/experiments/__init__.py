@@ -1,1 +1,1 @@
-"""Experiments: plans, the stages that execute them, their results, figures and the HTML report."""
+"""Experiments: plans, the stages of a run, results, figures and the HTML report."""

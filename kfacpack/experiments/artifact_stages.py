@@ -44,7 +44,7 @@ class EstimateStage(BundleStage):
     """Estimates the curvature of one task."""
 
     kind: ClassVar[str] = "bundles"
-    purpose: ClassVar[str] = "the curvature of each task, estimated on its own data"
+    purpose: ClassVar[str] = "the curvature of each task, estimated on the data of the task"
 
     task: str
     structure: EstimateStructure
@@ -59,7 +59,7 @@ class EstimateStage(BundleStage):
 
     @property
     def variant(self) -> str:
-        """Structure, seed and any settings that differ from the plan's `curvature` section, as used in file names."""
+        """Part of the file name: structure, seed, and settings that differ from the plan's `curvature` section."""
         usual = self.context.plan.curvature.model_dump()
         others = [f".{key}-{value}" for key, value in self.section.model_dump().items() if value != usual[key]]
         return f"{self.structure}.seed-{self.seed}{''.join(others)}"
@@ -80,7 +80,7 @@ class EstimateStage(BundleStage):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the content of the file."""
+        """Returns the settings that determine the content of the output file."""
         section = self.section
         return {
             **asdict(self.options),
@@ -92,7 +92,7 @@ class EstimateStage(BundleStage):
         }
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes the output and writes the file."""
+        """Computes the output and writes it to `path`."""
         section = self.section
         job = TaskEstimate(
             self.context.model,
@@ -105,7 +105,7 @@ class EstimateStage(BundleStage):
         job.run(self.path, resume=True, on_progress=monitor.report, stopped=monitor.stopped)
 
     def cost(self) -> float:
-        """Returns the approximate cost of the stage, measured in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes on one example."""
         section = self.section
         probes = self.context.model.function.width if section.fisher == "exact" else section.samples
         return 8.0 * parse_count(section.examples, self.context.task(self.task).sizes["train"]) * probes
@@ -128,10 +128,10 @@ class EstimateStage(BundleStage):
 
 @dataclass(frozen=True, eq=False)
 class CompressStage(BundleStage):
-    """Compresses the bundle of one task, for a merge method or an arm."""
+    """Compresses the bundle of one task, for an arm or a merge method that uses compressed bundles."""
 
     kind: ClassVar[str] = "compressed"
-    purpose: ClassVar[str] = "the bundles of the tasks, compressed"
+    purpose: ClassVar[str] = "the compressed bundle of each task"
 
     bundle: EstimateStage
     codec: str
@@ -155,32 +155,32 @@ class CompressStage(BundleStage):
 
     @property
     def seed(self) -> int:
-        """The seed with which the bundle is estimated."""
+        """The seed used to estimate the bundle."""
         return self.bundle.seed
 
     @property
     def variant(self) -> str:
-        """Structure, seed and settings of the bundle, followed by the codec or the size, as used in file names."""
+        """Part of the file name: the variant of the bundle, followed by the codec or the maximum size."""
         return f"{self.bundle.variant}.{self.codec}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The stage that writes the bundle."""
+        """The stage that writes the uncompressed bundle."""
         return (self.bundle,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the codec, or the maximum size if a size is given instead."""
+        """Returns the codec or the maximum size, whichever is given."""
         return {"budget" if self.is_budget else "codec": self.codec}
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes the output and writes the file."""
+        """Computes the output and writes it to `path`."""
         curvature, report = load(self.bundle.path), monitor.interruptible().report
         spec, budget = (None, self.codec) if self.is_budget else (self.codec, None)
         compressed, _ = compress_with(curvature, choose_codecs(curvature, spec, budget, report), on_progress=report)
         compressed.save(self.path)
 
     def cost(self) -> float:
-        """Returns the approximate cost of the stage, measured in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes on one example."""
         return 50.0
 
     def command(self) -> str:
@@ -191,14 +191,14 @@ class CompressStage(BundleStage):
 
 @dataclass(frozen=True, eq=False)
 class MergeStage(BundleStage):
-    """Merges the bundles of the tasks that an arm protects while it trains the vector of another task.
+    """Merges the bundles of the tasks that an arm protects while the vector of another task is trained.
 
-    An arm protects a task by penalising changes in the model's output on its examples. By default, an arm protects all
-    other tasks of the plan.
+    An arm protects a task by penalising changes in the model's output on the examples of that task. By default, an arm
+    protects all tasks of the plan except the task whose vector is trained.
     """
 
     kind: ClassVar[str] = "merged"
-    purpose: ClassVar[str] = "for each task, the curvature of the others in one bundle"
+    purpose: ClassVar[str] = "for each task, the merged bundles of the other tasks"
 
     without: str
     """The task whose vector is trained."""
@@ -220,21 +220,24 @@ class MergeStage(BundleStage):
         return self.bundles
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the content of the file."""
+        """Returns the settings that determine the content of the output file."""
         return {"rule": self.rule, "rank": self.rank}
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes the output and writes the file."""
+        """Computes the output and writes it to `path`."""
         paths, monitor = [bundle.path for bundle in self.bundles], monitor.interruptible()
         merged = merge_and_report(paths, self.rule, rank=self.rank, on_progress=monitor.report)
         merged.curvature.save(self.path, on_progress=monitor.report)
 
     def cost(self) -> float:
-        """Returns the approximate cost of the stage, measured in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes on one example."""
         return 50.0 * len(self.bundles)
 
     def error(self) -> float | None:
-        """Returns the error of the merged curvature relative to the exact sum, or None if it was not measured."""
+        """Returns the relative error of the merged curvature, or None if the error was not measured.
+
+        The error is the difference from the exact sum of the curvatures, relative to this sum.
+        """
         return RULES[self.rule](self.rank).error_in(Bundle(self.path).manifest.losses)
 
     def command(self) -> str:
@@ -262,7 +265,7 @@ class TaskVectorStage(VectorStage):
 
     @property
     def variant(self) -> str:
-        """Names of the arm and the seed, as used in file names."""
+        """Part of the file name: the arm and the seed."""
         return f"{self.arm}.seed-{self.seed}"
 
     @property
@@ -275,7 +278,7 @@ class TrainStage(TaskVectorStage):
     """Trains the task vector of one task for one arm of the plan."""
 
     kind: ClassVar[str] = "vectors"
-    purpose: ClassVar[str] = "the vector of each task, with and without the penalty"
+    purpose: ClassVar[str] = "the trained task vector for each task and arm"
 
     merged: MergeStage | None
     mask: MergeStage | None = None
@@ -292,11 +295,11 @@ class TrainStage(TaskVectorStage):
 
     @property
     def _protected(self) -> tuple[str, ...]:
-        """Tasks whose drift is penalised with their own data instead of bundles."""
+        """Tasks whose drift is penalised on their own data; empty unless the penalty of the arm is `data`."""
         return self.context.plan.protected(self.arm, self.task) if self._arm.penalty == "data" else ()
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the content of the file."""
+        """Returns the settings that determine the content of the output file."""
         return {
             **self._training.key,
             **({"preset": self._arm.preset} if self._arm.preset else {}),
@@ -345,7 +348,7 @@ class TrainStage(TaskVectorStage):
         trainer.run(self.path, resume=True, on_progress=progress, stopped=monitor.stopped)
 
     def cost(self) -> float:
-        """Returns the approximate cost of the stage, measured in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes on one example."""
         passes = 5.0 if self._training.regime == "linear" else 3.0
         return passes * self._training.steps * self._training.batch_size * (2 if self._protected else 1)
 
@@ -382,7 +385,7 @@ class ExtractStage(TaskVectorStage):
     """Extracts the task vector of one task from a fine-tuned checkpoint or an adapter."""
 
     kind: ClassVar[str] = "extracted"
-    purpose: ClassVar[str] = "the vector of each task, from a checkpoint that was fine-tuned elsewhere"
+    purpose: ClassVar[str] = "the task vector for each task and arm, extracted from a checkpoint"
     has_head: ClassVar[bool] = False
 
     @property
@@ -390,7 +393,7 @@ class ExtractStage(TaskVectorStage):
         return (self._arm.vectors or {})[self.task]
 
     def settings(self) -> dict[str, Any]:
-        """Returns the task and a hash of the checkpoint's files."""
+        """Returns the task and the key of the checkpoint; see `RunContext.checkpoint_key`."""
         return {"task": self.task, "checkpoint": self.context.checkpoint_key(self.arm, self.task)}
 
     def make(self, monitor: StageProgress) -> None:
@@ -401,7 +404,7 @@ class ExtractStage(TaskVectorStage):
             TaskVector.from_checkpoint(context.model, source, task=self.task, on_progress=report).save(self.path)
 
     def cost(self) -> float:
-        """Returns the approximate cost of the stage, measured in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes on one example."""
         return 20.0
 
     def command(self) -> str:
@@ -416,7 +419,7 @@ class AddStage(VectorStage):
     """Merges the task vectors of an arm with one merge method."""
 
     kind: ClassVar[str] = "sums"
-    purpose: ClassVar[str] = "the merged vector for each arm and merge method"
+    purpose: ClassVar[str] = "the merged task vector for each arm and merge method"
 
     vectors: tuple[TaskVectorStage, ...]
     method: MethodSection
@@ -444,13 +447,13 @@ class AddStage(VectorStage):
         return (*self.vectors, *self.bundles)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the content of the file."""
+        """Returns the settings that determine the content of the output file."""
         # Defaults are included, so that a file written by a version with other defaults is not reused.
         settings = self.method.all_settings
         return {"method": self.method.name, **({"settings": settings} if settings else {})}
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes the output and writes the file."""
+        """Computes the output and writes it to `path`."""
         vectors = [TaskVector.load(stage.path) for stage in self.vectors]
         report = monitor.interruptible().report
         bundles = [bundle.path for bundle in self.bundles] or None
@@ -458,7 +461,7 @@ class AddStage(VectorStage):
         total.save(self.path, on_progress=report)
 
     def cost(self) -> float:
-        """Returns the approximate cost of the stage, measured in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes on one example."""
         return 20.0 * len(self.vectors) + 400.0 * len(self.bundles)
 
     def command(self) -> str:
@@ -470,9 +473,9 @@ class AddStage(VectorStage):
 
 
 def _setting_option(key: str, value: object) -> tuple[object, ...]:
-    """Returns the words of the `kfacpack add` option for a setting of a merge method.
+    """Converts a setting of a merge method to an option of `kfacpack add`, as a tuple of words.
 
-    True becomes a flag without a value, and False gives no words at all.
+    `True` becomes a flag without a value. `False` becomes an empty tuple.
     """
     flag = f"--{key.replace('_', '-')}"
     return ((flag,) if value else ()) if isinstance(value, bool) else (flag, value)

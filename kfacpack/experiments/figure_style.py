@@ -1,6 +1,6 @@
-"""The common style of all figures (two colour themes, one font, sizes for narrow screens), and functions to save them.
+"""The style of all figures (two colour themes, one font, sizes for narrow screens), and functions that save figures.
 
-Saving the same figure again gives the same bytes.
+Saving the same figure twice gives identical files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from kfacpack.format.writer import write_atomically
 P = ParamSpec("P")
 
 WIDTH = 5.0
-"""Width of a figure in inches: 360 points. On a screen 360 pixels wide, a ten-point font is thus ten pixels high."""
+"""Default width of a figure in inches, which equals 360 points.
+
+On a screen that is 360 pixels wide, a font of 10 points is therefore 10 pixels high.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,16 @@ class Theme:
     """Colours of a figure."""
 
     paper: str
-    """Background."""
+    """Background colour."""
     ink: str
-    """Text and reference lines."""
+    """Colour of text and reference lines."""
     faint: str
-    """Axes, grid and secondary marks."""
+    """Colour of axes, grid lines and secondary marks."""
     series: tuple[str, ...]
-    """Data series, in order."""
+    """Colours of the data series, in order."""
 
 
-# The colour-blind safe palette of Okabe and Ito: darker on white, lighter on black, with the same order of hues.
+# The colour-blind-safe palette of Okabe and Ito. Colours are darker on white and lighter on black, in the same order.
 THEMES = {
     "light": Theme(
         paper="#ffffff",
@@ -66,7 +69,7 @@ MARKERS = "osD^vPXd"
 
 @contextmanager
 def _settings(theme: Theme) -> Iterator[None]:
-    """Temporarily replaces the user's Matplotlib settings with Matplotlib's defaults plus the style of kfacpack."""
+    """Temporarily replaces the user's Matplotlib settings with Matplotlib's defaults and the kfacpack style."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         # Characters that DejaVu Sans does not contain are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -106,13 +109,13 @@ def _settings(theme: Theme) -> Iterator[None]:
 
 
 def with_themes(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Decorates a drawing function so that it uses the settings of the theme given by its keyword argument `theme`."""
+    """Decorates a drawing function so that it draws in the theme named by its keyword argument `theme`."""
 
     @functools.wraps(draw)
     def draw_with_theme(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with _settings(theme_of(str(kwargs.get("theme", "light")))):
             figure = draw(*args, **kwargs)
-            # Compute the layout once: otherwise it would differ slightly between saved files.
+            # Compute the layout only once. Otherwise, the layout would differ slightly between saved files.
             if engine := figure.get_layout_engine():
                 engine.execute(figure)
             figure.set_layout_engine("none")
@@ -122,10 +125,10 @@ def with_themes(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def theme_of(name: str) -> Theme:
-    """Returns the theme with this name.
+    """Returns the theme with the given name.
 
     Raises:
-        KfacpackError: If there is no such theme.
+        KfacpackError: If there is no theme with this name.
     """
     if name not in THEMES:
         raise KfacpackError(f"unknown theme {name!r}; expected one of: {', '.join(THEMES)}")
@@ -153,12 +156,12 @@ def legend_below(figure: Figure, axes: Axes, columns: int) -> None:
 
 
 def percent(axis: Axis) -> None:
-    """Formats the ticks of an axis as percentages."""
+    """Formats the tick labels of an axis as percentages."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
 
 
 def logarithmic(axis: Axis) -> None:
-    """Makes an axis logarithmic, with powers of ten written in plain text."""
+    """Makes an axis logarithmic, with tick labels such as `10⁻³`."""
     axis._set_axes_scale("log")  # type: ignore[attr-defined]
     axis.set_major_locator(LogLocator(numticks=7))
     axis.set_minor_locator(NullLocator())
@@ -181,7 +184,7 @@ def log_limits(values: list[float]) -> tuple[float, float]:
     The limits are at least one decade apart.
 
     Args:
-        values: Positive values. If there are none, the limits are 1 and 10.
+        values: Positive values. If the list is empty, the limits are 1 and 10.
     """
     if not values:
         return 1.0, 10.0
@@ -190,11 +193,11 @@ def log_limits(values: list[float]) -> tuple[float, float]:
 
 
 def shows_on_axis(value: float | None) -> bool:
-    """Returns whether a value can be shown on a logarithmic axis."""
+    """Returns whether a value is finite and positive, so that it can be shown on a logarithmic axis."""
     return value is not None and math.isfinite(value) and value > 0
 
 
-# The date would make the bytes differ between calls, and the version between releases of Matplotlib.
+# Metadata to omit: the date differs between calls, and the creator contains the version of Matplotlib.
 _NO_METADATA: dict[str, dict[str, None]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
 
@@ -206,7 +209,7 @@ def render(figure: Figure, kind: str) -> bytes:
         kind: `"svg"` or `"png"`.
 
     Returns:
-        The content of the SVG or PNG file. Rendering the same figure again gives the same bytes.
+        The content of the SVG or PNG file. Rendering the same figure twice gives identical bytes.
 
     Raises:
         KfacpackError: If `kind` is not supported.
@@ -225,7 +228,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
     Args:
         figure: The figure.
-        path: A file that ends in .svg or .png.
+        path: Path of the file. Its suffix must be .svg or .png.
 
     Returns:
         The path of the file.

@@ -38,11 +38,12 @@ def sweep(
     quantity: str = "mean accuracy",
     theme: str = "light",
 ) -> Figure:
-    """Draws accuracy as a function of α, the factor by which the sum of the task vectors is multiplied.
+    """Draws accuracy as a function of α, the factor by which the merged task vector is multiplied.
 
     Args:
-        data: Either one sweep, `{"alphas": […], "tasks": {task: […]}, "mean": […]}`, which is drawn as one line per
-            task and a line for the mean; or several sweeps, `{arm: sweep, …}`, of which only the means are drawn.
+        data: One sweep, `{"alphas": […], "tasks": {task: […]}, "mean": […]}`, or several sweeps by name,
+            `{name: sweep, …}`. A single sweep is drawn as one line per task and a line for the mean. If there are
+            several sweeps, only their means are drawn.
         references: Accuracies to draw as horizontal lines, by label, such as `{"individual": 0.93}`.
         quantity: Label of the vertical axis.
         theme: Name of the colour theme.
@@ -70,7 +71,7 @@ def sweep(
             )
     for (name, level), dashes in zip((references or {}).items(), ("--", ":", "-.", "--"), strict=False):
         axes.axhline(level, color=palette.ink, linewidth=1.1, linestyle=dashes, label=shortened(name, 34))
-    axes.set(xlabel="α, scale of the sum of the vectors", ylabel=quantity)
+    axes.set(xlabel="α, scale of the merged vector", ylabel=quantity)
     percent(axes.yaxis)
     axes.margins(x=0.02)
     legend_below(figure, axes, 3 if single else 2)
@@ -81,13 +82,13 @@ def sweep(
 def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme: str = "light") -> Figure:
     """Draws the disentanglement error ξ(α₁, α₂) of two vectors as a heat map.
 
-    For each of the two tasks, adding the other task's vector to the task's own vector changes some predictions. ξ is
-    the share of a task's examples whose predictions change, summed over the two tasks. A circle marks the smallest ξ
-    among the points where neither α is zero, and a square marks the point where both α are 1.
+    ξ is the fraction of a task's examples whose predictions change when the vector of the other task is added, summed
+    over the two tasks. A circle marks the smallest ξ among the points where both α are nonzero. A square marks the
+    point where both α are 1 or, if `alphas` does not contain 1, nearest to 1.
 
     Args:
-        data: `{"tasks": (first, second), "alphas": […], "xi": [[…], …]}`. The rows of the matrix "xi" correspond to the
-            α of the first task, and its columns to the α of the second.
+        data: `{"tasks": (first, second), "alphas": […], "xi": [[…], …]}`. The rows of "xi" correspond to the α of the
+            first task, and the columns to the α of the second task.
         top: Upper end of the colour scale. Defaults to the largest ξ.
         theme: Name of the colour theme.
     """
@@ -113,7 +114,7 @@ def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme:
     minimum = f"minimum, α = {alphas[i]:g} ({first}), {alphas[j]:g} ({second})"
     for row, column, marker, size, name in (
         (i, j, "o", 6, minimum),
-        (one, one, "s", 9, f"α = {alphas[one]:g} for both"),
+        (one, one, "s", 9, f"α = {alphas[one]:g} for both tasks"),
     ):
         axes.plot(column, row, marker, markersize=size, markerfacecolor="none", markeredgecolor="w", markeredgewidth=3)
         axes.plot(
@@ -146,7 +147,7 @@ def nearest_index(alphas: Sequence[float], target: float) -> int:
 
 
 def _ticks(alphas: Sequence[float], max_ticks: int = 8) -> list[int]:
-    """Returns the indices of at most `max_ticks` values of α to label on the axes, preferably round values."""
+    """Returns the indices of the values of α to label on the axes: at most `max_ticks`, preferably round values."""
     for step in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0):
         indices = [k for k, alpha in enumerate(alphas) if abs(alpha / step - round(alpha / step)) < 1e-6]
         if 3 <= len(indices) <= max_ticks:
@@ -166,8 +167,8 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     the linearised model, and f(θ₀ + τ) − f(θ₀) otherwise. The AUROC of the vector is written beside its row.
 
     Args:
-        data: `{"vectors": {task: {"on": …, "off": …, "auroc": …}}}`, where "on" holds the quantiles on the vector's own
-            task, and "off" those on the other tasks.
+        data: `{"vectors": {task: {"on": …, "off": …, "auroc": …}}}`, where "on" contains the quantiles on the vector's
+            own task, and "off" the quantiles on the other tasks.
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)
@@ -242,7 +243,7 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         if points:
             x, y = zip(*points, strict=True)
             values += [*x, *y]
-            # Without clip_on=False, the frame would cut markers at the limits in half.
+            # Without clip_on=False, markers at the limits of the axes would be cut in half.
             mark = axes.plot(x, y, marker, color=colour, markersize=size, alpha=opacity, label=name, clip_on=False)
             mark[0].set_markeredgewidth(0)
     limits = log_limits(values)
@@ -262,7 +263,7 @@ def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
     Args:
         data: `{"vectors": […], "tasks": [{"task": …}, …], "pairs": […]}`. Each pair has the keys "vector", "task",
-            "predicted" and "own". The last is true if the bundle contains the vector's own task.
+            "predicted" and "own". "own" is true if the bundle contains the vector's own task.
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)
@@ -274,7 +275,7 @@ def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     values = [[cells[i, j]["predicted"] for j in range(len(columns))] for i in range(len(rows))]
     figure = canvas(2.1 + 0.36 * len(rows))
     axes = figure.subplots()
-    # Values that are not positive have no logarithm: their cells stay empty.
+    # Values that are not positive have no logarithm, so their cells have no colour.
     shown = np.ma.masked_less_equal(np.array(values), 0.0)
     image = axes.imshow(shown, cmap="cividis", norm=norm, interpolation="none", aspect="auto")
     axes.grid(False)
@@ -287,7 +288,7 @@ def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         rotation_mode="anchor",
     )
     axes.set_yticks(range(len(rows)), [shortened(name, 16) for name in rows])
-    axes.set(xlabel="task, by its bundle", ylabel="vector")
+    axes.set(xlabel="task of the bundle", ylabel="vector")
     framed = False
     for (i, j), pair in cells.items():
         value = pair["predicted"]
@@ -300,8 +301,8 @@ def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
             axes.add_patch(Rectangle(**box, edgecolor="w", linewidth=3))
             axes.add_patch(Rectangle(**box, edgecolor="#e02020", linewidth=1.5, label=label))
             framed = True
-    scale = "" if unit == 1 else f" · {power_of_ten(unit)}"
-    bar = figure.colorbar(image, ax=axes, label=f"predicted drift,\nτᵀGτ (numbers{scale})", shrink=0.9)
+    scale = "" if unit == 1 else f" × {power_of_ten(unit)}"
+    bar = figure.colorbar(image, ax=axes, label=f"predicted drift,\nτᵀGτ (cell values{scale})", shrink=0.9)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_ten(value)))
     bar.ax.yaxis.set_major_locator(LogLocator(numticks=7))
     bar.ax.yaxis.set_minor_locator(NullLocator())
@@ -311,9 +312,10 @@ def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 
 def _in_unit(value: float, unit: float) -> str:
-    """Divides a value by a unit, and formats the quotient without an exponent.
+    """Divides a value by a unit and formats the quotient.
 
-    Quotients of 100 or more are rounded to integers, and smaller ones to two significant digits.
+    Quotients of at least 100 are rounded to integers, smaller quotients to two significant digits, and quotients close
+    to zero to 0.
     """
     scaled = value / unit
     return f"{scaled:.0f}" if abs(scaled) >= 99.5 else f"{scaled:.2g}" if abs(scaled) >= 5e-5 else "0"
@@ -321,12 +323,12 @@ def _in_unit(value: float, unit: float) -> str:
 
 SIDES = {"A": "A (inputs)", "B": "B (gradients)", "G": "G (whole blocks)"}
 MAX_LABELLED = 6
-"""Maximum number of lines that are labelled individually."""
+"""Maximum number of factors whose lines are labelled individually."""
 
 
 @with_themes
 def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws the eigenvalues of the curvature factors against their ranks, one line for each factor.
+    """Draws the eigenvalues of curvature factors against the rank of the eigenvalue, with one line for each factor.
 
     If there are at most `MAX_LABELLED` factors, each line has its own colour and label. Otherwise, the colour shows the
     kind of factor: A (inputs), B (gradients) or G (whole blocks).
@@ -371,13 +373,14 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def bars(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws the accuracy on each task: base model alone, with the task's own vector, and with all vectors combined.
+    """Draws bar charts of accuracy by task, for the base model, the task's own vector and all vectors combined.
 
     Each arm has its own bar chart. The charts are stacked, so that eight tasks fit on a narrow screen.
 
     Args:
         data: `{"base": {task: accuracy}, "arms": {arm: {"individual": {task: accuracy}, "added": {task: accuracy}}}}`,
-            where "individual" means with the task's own vector, and "added" means with all vectors.
+            where "individual" contains the accuracies with each task's own vector, and "added" the accuracies with all
+            vectors combined.
         theme: Name of the colour theme.
     """
     palette = theme_of(theme)

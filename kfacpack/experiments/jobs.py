@@ -1,7 +1,7 @@
 """Distributes the stages of a plan among workers.
 
-A worker keeps the model, the tasks and their heads loaded and computes one stage at a time (`worker.py`). The workers
-in this module are processes on one machine; `ray_cluster.py` implements workers on a Ray cluster.
+A worker keeps the model, the tasks and their heads in memory, and computes one stage at a time (`worker.py`). The
+workers in this module are processes on one machine; `ray_cluster.py` implements workers on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _POLL_SECONDS = 0.1
 
 
 class JobsWarning(UserWarning):
-    """Issued if a run uses fewer workers than requested or more threads than there are cores, or waits for a Ray node.
+    """Issued for problems with workers, such as too little memory, more threads than cores, or no free Ray node.
 
     Example:
         >>> with warnings.catch_warnings():
@@ -78,7 +78,7 @@ class StageWorker(ABC):
 
     @property
     def where(self) -> str:
-        """Number and device of the worker, for messages."""
+        """Number and device of the worker, as shown in messages."""
         return f"worker {self.number}" + ("" if self.device == "cpu" else f" ({self.device})")
 
     def location(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class StageWorker(ABC):
 
     @abstractmethod
     def start(self, stage: Stage) -> None:
-        """Makes the worker start to compute a stage."""
+        """Tells the worker to compute a stage."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -95,10 +95,10 @@ class StageWorker(ABC):
 
 
 class WorkerPool(ABC):
-    """The workers of a run. Used as a context manager, the pool terminates them on exit."""
+    """The workers of a run. When the pool is used as a context manager, it terminates the workers on exit."""
 
     attempts: ClassVar[int] = 2
-    """Maximum number of times that a stage is started. It is started again if its worker dies."""
+    """Maximum number of attempts to compute a stage. A stage is started again if its worker dies."""
 
     @property
     @abstractmethod
@@ -107,10 +107,10 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def messages(self, seconds: float) -> list[tuple[StageWorker, dict[str, Any]]]:
-        """Waits at most `seconds` for messages, and returns them with their workers.
+        """Waits at most `seconds` for messages, and returns each message with the worker that it concerns.
 
-        The key `event` of a message is progress, warning, finished, interrupted, failed or lost; the other keys are
-        the arguments of the scheduler's method that handles this event.
+        The `event` of a message is progress, warning, finished, interrupted, failed or lost. The other keys are the
+        arguments of the scheduler's method that handles this event.
         """
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Scheduler:
     """Distributes the pending stages of a run among workers.
 
     A stage is ready when the files of its inputs exist. A free worker starts the ready stage that begins the most
-    expensive chain of dependent stages. Among equals, it prefers the stage with the most inputs in its memory.
+    expensive chain of dependent stages; see `_choose`.
     """
 
     stages: Sequence[Stage]
@@ -142,15 +142,15 @@ class Scheduler:
     stopped: Callable[[], bool]
     record: RunRecord
     peak_bytes: dict[int, int] = field(default_factory=dict)
-    """Peak memory in bytes, by number of the worker."""
+    """Peak memory in bytes, by worker number."""
 
     def run(self) -> None:
         """Computes all pending stages.
 
         Raises:
             Interrupted: If `stopped` returned True. The workers have then saved the state of their stages.
-            KfacpackError: If a stage failed, or its worker died repeatedly.
-            OSError: If a file could not be written.
+            KfacpackError: If a stage raised this error, or its worker died repeatedly.
+            OSError: If a stage raised this error, for example because a file could not be written.
             RuntimeError: If a stage raised any other exception.
         """
         self._pending = {stage.key: stage for stage in self.stages if not stage.done}
@@ -235,14 +235,14 @@ class Scheduler:
         self._fail(worker, text, error)
 
     def _on_lost(self, worker: StageWorker, reason: str) -> None:
-        """Handles the death of a worker by starting its stage again, or by failing after too many attempts."""
+        """Handles the death of a worker: starts its stage again, or ends the run after too many attempts."""
         work = f"{worker.stage.kind}/{worker.stage.name}" if worker.stage else f"startup of {worker.where}"
         attempts = self._attempts[work] = self._attempts.get(work, 0) + 1
         if self._stopping:
             if worker.stage is not None:
                 self._release(worker, Interrupted())
         elif attempts == self.pool.attempts:
-            remedy = "If memory was exhausted, use fewer processes (--jobs); repeat the command to continue"
+            remedy = "Repeat the command to continue; if memory was exhausted, use fewer processes (--jobs)"
             problem = f"{work}: {worker.where} {reason} (attempt {attempts} of {attempts}); log: {worker.log}"
             self._fail(worker, reason, KfacpackError(f"{problem}. {remedy}"))
         else:
@@ -285,7 +285,7 @@ class Scheduler:
 
 
 def _used_by(stage: Stage) -> set[str]:
-    """Returns the name of the stage's task, if it has one, and the keys of its inputs."""
+    """Returns the keys of a stage's inputs and, if the stage belongs to one task, the name of the task."""
     return {task for task in (getattr(stage, "task", None),) if task} | {dependency.key for dependency in stage.inputs}
 
 
@@ -293,7 +293,7 @@ def critical_paths(stages: Sequence[Stage]) -> dict[str, float]:
     """Maps the key of each stage to the cost of the most expensive chain of dependent stages that begins with it.
 
     Args:
-        stages: The pending stages, each after its inputs.
+        stages: The pending stages. Each stage must come after its inputs.
     """
     after: dict[str, float] = {}
     lengths: dict[str, float] = {}
@@ -321,7 +321,7 @@ class ProcessWorker(StageWorker):
         super().__init__(number, device, log)
         self._log_file = log
         self._buffer = b""
-        # Nothing is written to the folder of the run before it is locked.
+        # Nothing is written to the folder of the run before the folder is locked.
         self._early_log = TemporaryFile()  # noqa: SIM115 - closed by `close`
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kfacpack.experiments.worker"],
@@ -410,7 +410,7 @@ class ProcessPool(WorkerPool):
         self._selector.close()
 
     def resize(self, count: int) -> None:
-        """Starts or terminates workers until there are `count`."""
+        """Starts or terminates workers until there are `count` workers."""
         while len(self._workers) > count:
             self._end(self._workers[-1])
         while len(self._workers) < count:
@@ -430,7 +430,7 @@ class ProcessPool(WorkerPool):
             worker.send({**self._keys, "log": str(worker.log)})
 
     def messages(self, seconds: float) -> list[tuple[StageWorker, dict[str, Any]]]:
-        """Waits for messages from the workers."""
+        """Waits at most `seconds` for messages from the workers, and returns the messages."""
         messages: list[tuple[StageWorker, dict[str, Any]]] = []
         for ready, _ in self._selector.select(seconds):
             worker: ProcessWorker = ready.data
@@ -462,7 +462,7 @@ def worker_devices(device: torch.device, environment: Mapping[str, str]) -> list
 
     Args:
         device: Device of the plan's model; `cuda` without an index means all GPUs.
-        environment: The environment of this process.
+        environment: Environment variables of this process.
     """
     if device.type != "cuda":
         return [(str(device), {})]
@@ -475,7 +475,7 @@ def worker_devices(device: torch.device, environment: Mapping[str, str]) -> list
 def choose_jobs(context: RunContext, requested: int | None) -> int:
     """Returns the requested or default number of processes, or a smaller number if not all of them fit into memory.
 
-    Issues a `JobsWarning` if memory limits the number, or if the processes together have more threads than cores.
+    Issues a `JobsWarning` if memory limits the number, or if all processes together have more threads than cores.
 
     Args:
         context: The context of the run.
@@ -485,14 +485,15 @@ def choose_jobs(context: RunContext, requested: int | None) -> int:
     available, needed = available_bytes(), worker_bytes(context.model_bytes)
     if available is not None and (fitting := max(1, available // needed)) < jobs:
         problem = f"{jobs} processes need about {human_bytes(jobs * needed)} of memory"
-        warning = f"{problem}, but only {human_bytes(available)} is available; using {fitting}"
+        warning = f"{problem}, but only {human_bytes(available)} is available; using {fitting} instead"
         warnings.warn(warning, JobsWarning, stacklevel=4)
         jobs = fitting
     if context.device.type == "cuda" and (fitting := workers_on_gpus(context.device, context.model_bytes)) < jobs:
-        warning = f"{jobs} processes do not fit into the memory of the GPUs; using {fitting}"
+        warning = f"{jobs} processes do not fit into the memory of the GPUs; using {fitting} instead"
         warnings.warn(warning, JobsWarning, stacklevel=4)
         jobs = fitting
     if context.device.type == "cpu" and jobs > 1 and jobs * context.threads > usable_cores():
         problem = f"{jobs} processes with {context.threads} thread(s) each share {usable_cores()} core(s)"
-        warnings.warn(f"{problem}; fewer may be faster (--jobs, --threads)", JobsWarning, stacklevel=4)
+        remedy = "fewer processes or threads may be faster (--jobs, --threads)"
+        warnings.warn(f"{problem}; {remedy}", JobsWarning, stacklevel=4)
     return jobs

@@ -1,4 +1,4 @@
-"""Stages that measure accuracy, negation, disentanglement, localisation, drift and spectra."""
+"""Measurement stages: accuracy, negation, disentanglement, localisation, drift and spectra."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BaseAccuracyStage(MeasurementStage):
         return f"{self.task}.base"
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings: kind of head, test examples, and the training data from which heads may be computed."""
+        """Returns the kind of head, the test examples, and the training examples, from which heads may be computed."""
         plan = self.context.plan
         return {"what": "base", "head": plan.model.head, **evaluation_settings(self, [self.task], ["test", "train"])}
 
@@ -56,7 +56,7 @@ class BaseAccuracyStage(MeasurementStage):
 
 @dataclass(frozen=True, eq=False)
 class SweepStage(MeasurementStage):
-    """Adds a task vector, scaled by α, to the model and measures the accuracy on one task, for every value of α."""
+    """Measures the accuracy on one task after adding α times a task vector to the model, for several values of α."""
 
     kind: ClassVar[str] = "scores"
     purpose: ClassVar[str] = BaseAccuracyStage.purpose
@@ -68,7 +68,7 @@ class SweepStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, composed of task, split and vector."""
+        """Name of the stage, composed of the task, the split and the vector."""
         return f"{self.task}.{self.split}.{self.vector.name}"
 
     @property
@@ -88,7 +88,7 @@ class SweepStage(MeasurementStage):
         }
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
-        """Returns the number of correct predictions at every α and, for completions, their log-likelihood."""
+        """Returns the number of correct predictions at every α and, for tasks with completions, the log-likelihoods."""
         context, tau = self.context, TaskVector.load(self.vector.path)
         results = scores(
             context.model,
@@ -108,11 +108,11 @@ class SweepStage(MeasurementStage):
         }
 
     def cost(self) -> float:
-        """Returns the cost: three forward passes per example in the regime `linear`, and one per α in other regimes."""
+        """Returns the number of forward passes that it takes to evaluate all examples at all values of α."""
         return _passes(self, self.vector.arm, self.alphas) * count_examples(self, self.task, self.split)
 
     def scores(self) -> list[Score]:
-        """Reads the scores from the file of this stage, one for each α."""
+        """Reads the scores from the file of this stage, one score for each α."""
         values = self.read()
         correct, tokens = values["correct"], values.get("tokens")
         likelihoods = values.get("log_likelihood", [None] * len(correct))
@@ -131,7 +131,7 @@ class NegationStage(MeasurementStage):
     """Subtracts a task vector from the model, and measures the accuracy on the vector's task and on a control task."""
 
     kind: ClassVar[str] = "negated"
-    purpose: ClassVar[str] = "the removal of each task, and its effect on a control task"
+    purpose: ClassVar[str] = "accuracy on each task and on a control task after subtracting the task vector"
 
     vector: TaskVectorStage
     control: str
@@ -140,7 +140,7 @@ class NegationStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, which is the same as that of the stage that writes the vector."""
+        """Name of the stage, which is the same as the name of the stage that writes the vector."""
         return self.vector.name
 
     @property
@@ -149,7 +149,7 @@ class NegationStage(MeasurementStage):
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings: control task, share of its accuracy to keep, values of α, kind of head, examples."""
+        """Returns the control task, the share of its accuracy to keep, the values of α, the head and the examples."""
         tasks = [self.vector.task, self.control]
         return {
             "control": self.control,
@@ -190,24 +190,24 @@ class NegationStage(MeasurementStage):
 
 
 def _passes(stage: MeasurementStage, arm: str, alphas: Sequence[float]) -> float:
-    """Returns the cost of evaluating one example at all values of α, in ordinary forward passes."""
+    """Returns the number of forward passes that it takes to evaluate one example at all values of α."""
     return 3.0 if stage.context.plan.regime_of(arm) == "linear" else len(alphas)
 
 
 def require_no_class_measurement(evaluation: EvaluationSection) -> None:
-    """Checks, for tasks that have completions instead of classes, that no measurement of the plan needs classes.
+    """Checks that no measurement of the plan needs classes, because a task with completions has no classes.
 
     Raises:
         KfacpackError: If the plan measures negation or disentanglement.
     """
     for key in ("negation", "disentanglement"):
         if getattr(evaluation, key) is not None:
-            problem = f"evaluation.{key} requires classes, but prompts with completions have none"
-            raise KfacpackError(f"{problem}; remove {key}, or leave out the task")
+            problem = f"evaluation.{key} requires tasks with classes, but this task has completions"
+            raise KfacpackError(f"{problem}. Remove {key} from evaluation, or remove the task")
 
 
 def perplexity_entry(result: Score) -> dict[str, float]:
-    """Returns the perplexity as an entry of the results, or an empty dictionary if the task has classes."""
+    """Returns a dictionary with the perplexity, or an empty dictionary for a task with classes."""
     return {} if result.perplexity is None else {"perplexity": result.perplexity}
 
 
@@ -219,7 +219,7 @@ def evaluation_settings(stage: Stage, tasks: Sequence[str], splits: Sequence[str
 
 
 def count_examples(stage: Stage, task: str, split: str = "test") -> float:
-    """Returns the number of examples of a split on which a task is evaluated."""
+    """Returns how many examples of a split are evaluated."""
     return len(stage.context.evaluation_set(task, split).numbers)
 
 
@@ -228,7 +228,7 @@ class AnalysisStage(MeasurementStage):
     """Base class for measurements on several task vectors of one arm of the plan."""
 
     kind: ClassVar[str] = "understanding"
-    purpose: ClassVar[str] = "disentanglement and localisation of the vectors, drift, and spectra of a bundle"
+    purpose: ClassVar[str] = "disentanglement, localisation and drift of the vectors, and spectra of a bundle"
 
     vectors: tuple[TaskVectorStage, ...]
     examples: str
@@ -271,7 +271,7 @@ class AnalysisStage(MeasurementStage):
         return [self.context.evaluation_set(task, "test", self.examples) for task in self.tasks]
 
     def load_vectors(self) -> dict[str, TaskVector]:
-        """Loads the vectors, by task."""
+        """Loads the vectors and returns them by task name."""
         return {vector.task: TaskVector.load(vector.path) for vector in self.vectors}
 
 
@@ -285,7 +285,7 @@ class DisentanglementStage(AnalysisStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, composed of measurement, tasks, arm and seed."""
+        """Name of the stage, composed of the measurement, the tasks, the arm and the seed."""
         return f"{self.measurement}.{'-'.join(self.tasks)}.{self.vectors[0].variant}"
 
     def settings(self) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class DisentanglementStage(AnalysisStage):
 
 @dataclass(frozen=True, eq=False)
 class LocalisationStage(AnalysisStage):
-    """Measures how much each task vector changes the output f of the model on its own task and on the others."""
+    """Measures how much each task vector changes the output f of the model, on its own task and on other tasks."""
 
     measurement: ClassVar[str] = "localisation"
 
@@ -332,11 +332,11 @@ class DriftStage(AnalysisStage):
         return (*self.vectors, *self.bundles)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the name of the measurement, the examples, and the number of examples for single layers."""
+        """Returns the name of the measurement, the examples, and the number of examples used for single layers."""
         return {**super().settings(), "layer_examples": self.layer_examples}
 
     def cost(self) -> float:
-        """Returns the cost of measuring whole vectors and single layers, assuming thirty layers."""
+        """Returns the cost of measuring the drift of whole vectors and of single layers, assuming thirty layers."""
         layers = 30.0 * self.layer_examples * len(self.vectors) * len(self.bundles)
         return super().cost() + 3.0 * layers
 
@@ -365,7 +365,7 @@ class SpectraStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Name of the stage, composed of measurement and bundle."""
+        """Name of the stage, composed of the measurement and the bundle."""
         return f"{self.measurement}.{self.bundle.name}"
 
     @property

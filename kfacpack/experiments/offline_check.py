@@ -1,9 +1,9 @@
-"""Checks all stages of a plan without weights or data, and forecasts shapes, file sizes and the time on a named GPU.
+"""Checks all stages of a plan without weights or data, and forecasts file sizes and the time on a given GPU.
 
 The model has random weights. Published tasks are replaced by stand-ins with as many examples and classes as the data on
-the Hub, but with blank images or dummy texts. With these, all stages are built, including their keys, commands and
-costs. File sizes are computed from the shapes of tensors. Times are extrapolated from the number of operations in a
-forward pass and the speed of the GPU.
+the Hub, but with blank images or dummy texts. All stages of the plan are built with this model and these tasks,
+including the keys, commands and costs of the stages. File sizes are computed from the shapes of tensors. Times are
+estimated from the number of operations in a forward pass and the speed of the GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _IMAGE_SIZE = 256
 
 @dataclass
 class StandInSplit:
-    """Stand-in for a split of a published task: as many examples as the split, but blank images or dummy texts."""
+    """Stand-in for a split of a published task. It has the same size, but contains blank images or dummy texts."""
 
     source: DataOrigin
     size: int
@@ -82,7 +82,7 @@ class StandInSplit:
 
 @dataclass(frozen=True)
 class StandInTask:
-    """Stand-in for a published task, without its data. Implements the `Task` protocol."""
+    """Stand-in that replaces a published task and needs no data. Implements the `Task` protocol."""
 
     definition: PublishedTask
 
@@ -100,7 +100,7 @@ class StandInTask:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Number of examples in each split on the Hub."""
+        """Number of examples in each split of the published task."""
         return self.definition.sizes
 
     @property
@@ -115,7 +115,7 @@ class StandInTask:
 
     @property
     def source(self) -> str:
-        """The repository on the Hub."""
+        """Repository of the published task on the Hub."""
         return self.definition.repository
 
     def notices(self, model: str) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ class KindForecast:
     bytes: int
     """Total size in bytes of the files that these stages write."""
     hours: float
-    """Total time in hours on one GPU."""
+    """Total time of these stages in hours on one GPU."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class OfflineForecast:
     largest_side: int
     """Side length of the largest matrix in a bundle."""
     forward_flops: int
-    """Number of floating-point operations in the forward pass of one example."""
+    """Number of floating-point operations in a forward pass on one example."""
     gpu: str
     kinds: tuple[KindForecast, ...]
     bytes: int
@@ -304,10 +304,10 @@ def matrix_sides(block: BlockForecast) -> list[int]:
 
 @cache
 def encoded_bytes(chain: CodecChain, side: int) -> int:
-    """Returns the size in bytes of a symmetric float32 matrix that is compressed by a chain of codecs.
+    """Returns the size in bytes of a symmetric float32 matrix after compression by a chain of codecs.
 
     Args:
-        chain: The codecs. Steps that do not make the matrix smaller are skipped.
+        chain: The chain of codecs. A structural codec that does not make the matrix smaller is skipped.
         side: Side length of the matrix.
     """
     triangle: dict[str, Spec] = {"data": ("F32", (side * (side + 1) // 2,))}
@@ -333,8 +333,8 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
         The sizes of the model, the bundles and the files, and the times of the stages.
 
     Raises:
-        KfacpackError: If the GPU is unknown or a stage cannot be built. The message of an error in the plan starts with
-            its location.
+        KfacpackError: If the GPU is unknown or a stage cannot be built. For an invalid setting of the plan, the message
+            starts with the location of the setting.
     """
     known_gpu = find_gpu(gpu)
     context = OfflineContext(plan, torch.device("cpu"), 1)
@@ -366,10 +366,10 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
 
 
 def _forward_flops(context: RunContext) -> int:
-    """Counts the floating-point operations in the forward pass of one example of the first task."""
+    """Counts the floating-point operations in a forward pass on one example of the first task."""
     name = context.plan.tasks[0].name
     batch = context.model.prepare([context.task(name).split("test")[0]], name)
-    # Gradients are enabled, because the fused attention that is used without them is not counted.
+    # Gradients are enabled, because the counter does not count the fused attention that is used without gradients.
     with FlopCounterMode(display=False) as counter:
         call_model(context.model.forward, batch)
     return int(counter.get_total_flops())

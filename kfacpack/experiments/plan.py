@@ -36,13 +36,13 @@ from kfacpack.models.families import FAMILIES
 
 
 class Plan(PlanSection):
-    """A plan, which compares several ways of obtaining task vectors. Each of these ways is called an arm."""
+    """A plan for comparing several ways of obtaining task vectors. Each way is called an arm."""
 
     name: ShortText
     model: ModelSection = ModelSection()
     tasks: Annotated[tuple[TaskSection, ...], Field(min_length=2)]
     references: tuple[TaskSection, ...] = ()
-    """Further tasks, for which no vectors are trained, such as the control task for negation or tasks to protect."""
+    """Additional tasks without vectors, such as the control task for negation or tasks that are protected."""
     seeds: Annotated[tuple[SeedNumber, ...], Field(min_length=1)] = (0,)
     curvature: CurvatureSection = CurvatureSection()
     training: TrainingSection = TrainingSection()
@@ -56,7 +56,7 @@ class Plan(PlanSection):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_penalties(cls, value: Any) -> Any:
-        """Adds the settings of `penalty` to the arms with a Kronecker penalty, unless an arm overrides them."""
+        """Adds the settings in `penalty` to each arm with a Kronecker penalty, unless the arm overrides them."""
         if not isinstance(value, dict) or not isinstance(value.get("penalty"), dict):
             return value
         defaults = {key: entry for key, entry in value["penalty"].items() if key in PenaltySection.model_fields}
@@ -92,7 +92,7 @@ class Plan(PlanSection):
                 section = arm.curvature if "metric" in arm.curvature.model_fields_set else info.data["curvature"]
                 arm._metric = section.metric
             if not re.fullmatch(r"[\w.+ -]+", name) or name.startswith("."):
-                raise ValueError(f"arm name {name!r}: expected letters, digits, spaces and any of `-_.+`, without a leading dot")
+                raise ValueError(f"arm name {name!r}: expected letters, digits, spaces or -_.+, and no leading dot")
         return arms
 
     def contradiction(self) -> tuple[KeyPath, str] | None:
@@ -113,7 +113,7 @@ class Plan(PlanSection):
             if duplicate := first_duplicate(values):
                 last = len(values) - 1 - values[::-1].index(duplicate)
                 number = last - len(names) if key_path == ("references",) else last
-                return (*key_path, number), f"duplicate entry {duplicate!r}"
+                return (*key_path, number), f"duplicate entry {duplicate!r}; remove one of the entries"
         for number, name in enumerate(names):
             if other := next((earlier for earlier in names[:number] if share_classes(earlier, name)), None):
                 problem = f"{name!r} and {other!r} have classes in common, which would be counted twice"
@@ -134,12 +134,13 @@ class Plan(PlanSection):
                     return ("arms", arm, "protects", number), problem
             if (section.compress or section.budget) and self.curvature_of(arm).compress:
                 key = "compress" if section.compress else "budget"
-                problem = "the bundles are already compressed by curvature.compress. Remove that setting or this one"
-                return ("arms", arm, key), problem
+                problem = "the bundles are already compressed by curvature.compress"
+                return ("arms", arm, key), f"{problem}. Remove curvature.compress or {key}"
         for number, method in enumerate(evaluation.methods):
             if method.compress and self.curvature.compress:
                 problem = f"all bundles are already compressed by curvature.compress: {self.curvature.compress}"
-                return ("evaluation", "methods", number), f"{problem}. Remove it, or compress from this method"
+                remedy = "Remove curvature.compress, or compress from this method"
+                return ("evaluation", "methods", number), f"{problem}. {remedy}"
         measures_drift = evaluation.drift is not None and evaluation.in_depth != ()
         has_factors = (
             measures_drift
@@ -147,8 +148,8 @@ class Plan(PlanSection):
             or any(arm.penalty == "kronecker" for arm in self.arms.values())
         )
         if evaluation.spectra and not has_factors:
-            problem = "spectra need Kronecker factors, but no arm has penalty: kronecker and no method uses bundles"
-            return ("evaluation", "spectra"), f"{problem}. Add such an arm, or remove spectra"
+            problem = "spectra requires Kronecker factors, but no arm has penalty: kronecker and no method uses bundles"
+            return ("evaluation", "spectra"), f"{problem}. Add such an arm or method, or remove spectra"
         references: list[tuple[KeyPath, str]] = []
         if evaluation.negation:
             control, instead = evaluation.negation.control, evaluation.negation.instead
@@ -172,7 +173,7 @@ class Plan(PlanSection):
     def regime_of(self, arm: str) -> RegimeName:
         """Returns the training regime of an arm's vectors.
 
-        For vectors that are extracted from checkpoints, it is "full", as they result from ordinary fine-tuning.
+        Vectors extracted from checkpoints have the regime "full", because they result from ordinary fine-tuning.
         """
         return "full" if self.arms[arm].vectors is not None else self.training_of(arm).regime
 
@@ -218,11 +219,11 @@ class Plan(PlanSection):
         return self._source_name
 
     def with_locations(self, name: str, locate: Callable[[KeyPath], str]) -> Plan:
-        """Sets the file name and the locations that error messages use, and returns the plan.
+        """Sets the file name and the locations to use in error messages, and returns the plan.
 
         Args:
             name: Name of the plan file.
-            locate: Function that converts the keys and list indices of a setting to text with file, line and key.
+            locate: Function that converts the keys and list indices of a setting to a text with the file, line and key.
         """
         self._source_name = name
         self._locate = locate
@@ -236,7 +237,7 @@ class Plan(PlanSection):
             *key_path: Keys and list indices of the setting in question.
 
         Raises:
-            KfacpackError: The error raised in the block, with the file, the line and the key in front of its message.
+            KfacpackError: If the block raises this error. The message then starts with the file, the line and the key.
         """
         try:
             yield
@@ -245,7 +246,7 @@ class Plan(PlanSection):
             raise KfacpackError(f"{location}: {error}") from error
 
     def model_folder(self) -> Path | None:
-        """Returns the folder of a model that is loaded from a local folder, such as `t5:DIR`, or None for other models.
+        """Returns the folder of a local model, such as DIR in `t5:DIR`, or None for other models.
 
         Raises:
             KfacpackError: If the folder exists in the working directory but not in the folder that contains the plan.

@@ -1,4 +1,4 @@
-"""Reads plans from YAML files, and reports errors with file, line and key.
+"""Reads plans from YAML files, and reports errors with the file, the line and the key.
 
 The module also contains the plan of `kfacpack demo`.
 """
@@ -22,7 +22,7 @@ from kfacpack.training.penalty_weights import STRENGTH
 
 _MAX_BYTES = 1 << 20
 _SCALES = "scales"
-"""Key under which a plan contains named sets of settings, which run the same comparison at other sizes."""
+"""Key under which a plan defines scales: named sets of settings for the same comparison at another size."""
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
 
@@ -59,10 +59,10 @@ def read_plan(path: Path, scale: str | None = None) -> tuple[Plan, str]:
         scale: Name of an entry in the plan's `scales`; the settings in this entry override those of the plan.
 
     Returns:
-        The plan and its text. If a scale is given, the text is that of the resulting plan, without `scales`.
+        The plan and its text. If a scale is given, the text is the YAML of the resulting plan, without `scales`.
 
     Raises:
-        KfacpackError: If a file cannot be read or is not a valid plan, or the plan has no such scale.
+        KfacpackError: If a file cannot be read or is not a valid plan, or the plan has no scale with this name.
     """
     text, name = _read(path), str(path)
     if scale is not None:
@@ -97,7 +97,8 @@ def scales_of(path: Path) -> list[str]:
 def _scales(content: dict[str, Any], name: str) -> dict[str, Any]:
     scales = content.get(_SCALES) or {}
     if not isinstance(scales, dict):
-        raise KfacpackError(f"{name}: {_SCALES}: expected names, each with settings that override those of the plan")
+        problem = f"expected names, each with settings that override the plan, got {printable(repr(scales))[:80]}"
+        raise KfacpackError(f"{name}: {_SCALES}: {problem}")
     return scales
 
 
@@ -115,14 +116,14 @@ def _scaled_text(text: str, path: Path, scale: str) -> str:
             file = path.parent / override
             override = _content(_read(file), str(file))
         if not isinstance(override, dict):
-            problem = "expected settings, the name of a YAML file with settings, or a list of these"
-            raise KfacpackError(f"{path}: {_SCALES}.{scale}: {problem}")
+            expected = "expected settings, the name of a YAML file with settings, or a list of settings and file names"
+            raise KfacpackError(f"{path}: {_SCALES}.{scale}: {expected}, got {printable(repr(override))[:80]}")
         content = _overridden(content, override)
     return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120))
 
 
 def _overridden(settings: Any, override: Any) -> Any:
-    """Returns settings with overrides applied. Mappings are merged; null removes a key."""
+    """Returns settings with overrides applied. Mappings are merged, and the value null removes a key."""
     if not isinstance(settings, dict) or not isinstance(override, dict):
         return override
     merged = {key: value for key, value in settings.items() if override.get(key, ...) is not None}
@@ -165,7 +166,7 @@ def parse(text: str, name: str) -> Plan:
         content.pop(_SCALES, None)
 
     def locate(key_path: KeyPath) -> str:
-        """Returns a location as text: file, line and key. A key that is not in the file gets the line of its parent."""
+        """Returns a location as text: file, line and key. A key that is not in the file has the line of its parent."""
         present = key_path
         while present not in lines:
             present = present[:-1]
@@ -238,7 +239,7 @@ _MESSAGES = {
     "bool_type": "expected true or false",
     "bool_parsing": "expected true or false",
 }
-"""Messages by type of pydantic error. They replace those messages of pydantic that mention Python types."""
+"""Messages by type of pydantic error. They replace messages of pydantic that mention Python types."""
 
 
 def _describe(key_path: KeyPath, error: Any) -> str:
@@ -292,9 +293,9 @@ model: {{name: tiny, head: prototypes}}
 tasks: [{tasks}]
 seeds: [0]
 
-curvature:            # of each task, estimated on its own data
+curvature:            # estimated for each task on the data of this task
   examples: 256
-training:             # of each task vector, independently of the others
+training:             # one vector per task, trained independently of the other vectors
   steps: {steps}
   batch_size: 32
 
@@ -304,7 +305,7 @@ arms:                 # the training variants to compare
 
 evaluation:
   methods: [sum]
-  alphas: 0:2:0.1     # scale of the sum of the vectors; 1 adds them as they are, without tuning
+  alphas: 0:2:0.1     # scales of the sum of the vectors; 1 means that the vectors are added as they are
   examples: 200       # test examples per task
   negation: {{control: {control}, keep: 0.95}}
   disentanglement: {{examples: 50}}

@@ -42,7 +42,7 @@ SeedNumber = Annotated[Integer, Field(ge=0, lt=2**32)]
 KeyPath = tuple[str | int, ...]
 """A location in a plan: a sequence of mapping keys and list indices."""
 BASELINE = "without"
-"""Name of the arm without a penalty, with which the other arms are compared."""
+"""Name of the arm without a penalty. The other arms are compared with this arm."""
 
 
 class PlanSection(BaseModel):
@@ -79,7 +79,7 @@ class TaskSection(PlanSection):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if not re.fullmatch(r"[\w.@/+ -]+", name) or name.startswith((".", "/")) or ".." in name:
-            raise ValueError("expected letters, digits, spaces and -_.@/+, no `..`, and no leading dot or slash")
+            raise ValueError("expected letters, digits, spaces or -_.@/+, but neither `..` nor a leading dot or slash")
         return name
 
 
@@ -153,7 +153,7 @@ class TrainingSection(PlanSection):
     warmup: Annotated[FiniteNumber, Field(ge=0, le=1)] = 0.1
     weight_decay: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] = 0.1
     compile: bool = False
-    """Whether to compile the linearised step with torch.compile."""
+    """Whether to compile the training step of the linearised model with torch.compile."""
     clip: Annotated[FiniteNumber, Field(gt=0)] | None = None
     """Maximum norm of the gradient."""
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] | None = None
@@ -165,7 +165,7 @@ class TrainingSection(PlanSection):
     def key(self) -> dict[str, Any]:
         """The settings that determine a vector.
 
-        Settings that later versions of kfacpack added are omitted if they have their default values.
+        Settings that were introduced in later versions of kfacpack are omitted if they have their default values.
         """
         added = ("compile", "clip", "keep", "mask")
         defaults = {name: TrainingSection.model_fields[name].default for name in added}
@@ -180,7 +180,7 @@ class PenaltySection(PlanSection):
 
 
 class ArmSection(PlanSection):
-    """One way of obtaining the vectors of all tasks: by training, or by extraction from checkpoints."""
+    """One way of obtaining the vectors of all tasks, either by training or by extraction from checkpoints."""
 
     vectors: Annotated[dict[ShortText, ShortText], Field(min_length=1)] | None = None
     """The fine-tuned checkpoint or adapter (file, folder or `hf://…`) from which each task's vector is extracted."""
@@ -191,9 +191,9 @@ class ArmSection(PlanSection):
     preset: Literal["tak"] | None = None
     """`tak` uses the scaling and the group weights of the TAK paper; `strength` must then be given."""
     every: Positive = 1
-    """Interval of the penalty in steps: with N, the penalty is applied at every N-th step."""
+    """Interval in steps between applications of the penalty: 1 applies the penalty at every step."""
     compress: CodecSpec | None = None
-    """Codec for the bundles of this arm, in the syntax of `kfacpack compress`. It is applied before they are merged."""
+    """Codec that compresses the bundles of this arm before they are merged, in the syntax of `kfacpack compress`."""
     budget: Budget | None = None
     """Maximum size of each bundle of this arm, in the syntax of `kfacpack compress --budget`."""
     protects: Annotated[tuple[ShortText, ...], Field(min_length=1)] | None = None
@@ -235,7 +235,7 @@ class ArmSection(PlanSection):
             raise ValueError(f"rank requires 'rule: optimal', got 'rule: {self.rule}'")
         if self.preset and self.strength is None:
             raise ValueError(
-                "preset requires strength: the λ that the paper gives for the model, such as 100 for ViT-B/32"
+                "preset requires strength; set it to the λ of the TAK paper for the model, such as 100 for ViT-B/32"
             )
         if self.compress and self.budget:
             raise ValueError("expected either compress or budget, got both")
@@ -249,7 +249,7 @@ class MethodSection(PlanSection):
 
     name: ShortText
     label: Annotated[str, Field(max_length=60, pattern=r"^[\w+][\w.+=:,% -]*$")] = ""
-    """Name in the results. Defaults to the name of the method with its settings."""
+    """Name of the method in the results. Defaults to `name`, followed by the settings of the method."""
     compress: CodecSpec | None = None
     """Codec that compresses the bundles before the method uses them, in the syntax of `kfacpack compress`."""
 
@@ -260,7 +260,7 @@ class MethodSection(PlanSection):
 
     @property
     def all_settings(self) -> dict[str, Any]:
-        """All settings of the method; those that the plan does not give have their default values."""
+        """All settings of the method, with default values for settings that are not given in the plan."""
         return METHODS[self.name].of(self.settings).settings
 
     @property
@@ -299,7 +299,7 @@ class NegationSection(PlanSection):
     control: ShortText
     """Task whose accuracy must be preserved."""
     instead: ShortText | None = None
-    """Control task to use when `control` itself is negated. Defaults to the first of the other tasks."""
+    """Control task to use when `control` itself is negated. Defaults to the first task other than `control`."""
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] = 0.95
     alphas: Magnitudes = "0:3:0.1"
 
@@ -309,7 +309,7 @@ class PairsSection(PlanSection):
 
     alphas: Alphas = "-2:2:0.5"
     pairs: tuple[tuple[ShortText, ShortText], ...] | None = None
-    """Pairs of tasks to measure. By default, the first task is paired with each of the others."""
+    """Pairs of tasks to measure. By default, the first task is paired with each of the other tasks."""
     examples: Examples = "200"
 
 
@@ -323,7 +323,7 @@ class DriftSection(ExamplesSection):
     """Settings for the comparison of predicted and measured drift."""
 
     layer_examples: Annotated[Integer, Field(ge=0)] = 8
-    """Number of examples for the drift of single layers, each of which needs its own forward passes; 0 skips them."""
+    """Number of examples on which the drift of single layers is measured; 0 skips this measurement."""
 
 
 class EvaluationSection(PlanSection):
@@ -334,7 +334,10 @@ class EvaluationSection(PlanSection):
     methods: Annotated[tuple[MethodSection, ...], Field(min_length=1)] = (MethodSection(name="sum"),)
     alphas: Alphas = "0:2:0.1"
     method_alphas: bool = False
-    """Whether every method is evaluated at all `alphas`, rather than only the first method."""
+    """Whether to evaluate every merge method at all `alphas`.
+
+    If false, all merge methods except the first are evaluated only at α = 1.
+    """
     negation: NegationSection | None = None
     disentanglement: PairsSection | None = None
     localisation: ExamplesSection | None = None

@@ -1,9 +1,9 @@
 """Workers on a Ray cluster.
 
-A worker is a Ray actor that reserves the resources for one stage: one CPU per thread, a GPU if the model is on one, and
-the forecast memory. Files are transferred through Ray's object store: the scheduler reads the inputs of a stage from
-the folder of the run and writes the files that the actor returns to that folder. The nodes of the cluster need no
-shared file system.
+A worker is a Ray actor that reserves the resources for one stage: one CPU per thread, the expected memory and, if the
+model is on a GPU, one GPU. Files are transferred through Ray's object store. The scheduler reads the inputs of a stage
+from the folder of the run, and stores the files that the actor returns in the same folder. The nodes of the cluster
+therefore need no shared file system.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS = 10.0
 _STATUS_SECONDS = 1.0
+"""Interval in seconds at which the scheduler requests the progress of the stages."""
 _NODES_SECONDS = 5.0
-"""Intervals at which the scheduler requests the progress of the stages and the list of nodes."""
+"""Interval in seconds at which the scheduler requests the list of nodes."""
 
 
 class StageActor:
-    """The Ray actor for a worker, which computes stages in a process on a node.
+    """The Ray actor of a worker. It computes stages in a process on a node of the cluster.
 
     Args:
         setup: The plan and the other settings of the run; see `run_setup`.
@@ -64,7 +65,7 @@ class StageActor:
         """Loads the model, and checks that this node has the same versions, model and data as the scheduler.
 
         Returns:
-            The message for the scheduler, whose event is `ready` or `failed`.
+            The message for the scheduler, with the event `ready` or `failed`.
         """
         import torch
 
@@ -91,7 +92,7 @@ class StageActor:
 
         Args:
             key: Key of the stage.
-            names: Paths of files that the stage needs and that were not sent before, relative to the folder of the run.
+            names: Paths of the needed files that the actor does not have yet, relative to the folder of the run.
             *contents: Contents of these files.
 
         Returns:
@@ -137,18 +138,19 @@ def _require_same_keys(context: RunContext, keys: Mapping[str, Any], node: str) 
     """Checks that the versions, the model and the local data on this node are the same as those of the scheduler.
 
     Raises:
-        KfacpackError: If any of them differs.
+        KfacpackError: If a version, the model or the data on this node is different.
     """
     pairs: list[tuple[str, Any, Any]] = [
         ("kfacpack", version("kfacpack"), keys["kfacpack"]),
         *((name, context.environment.get(name), value) for name, value in keys["environment"].items()),
-        ("the model", context.model_key, keys["model"]),
+        ("the hash of the model", context.model_key, keys["model"]),
     ]
     for task, split, value in keys["data"]:
         data = context.plan.task(task).data
         if data is not None and not is_dataset_address(data):
-            pairs.append((f"the {split} split of {task}", context.data_key(task, split), value))
-    pairs += [(f"{arm}, {task}", context.checkpoint_key(arm, task), value) for arm, task, value in keys["checkpoints"]]
+            pairs.append((f"the hash of the {split} split of {task}", context.data_key(task, split), value))
+    for arm, task, value in keys["checkpoints"]:
+        pairs.append((f"the checkpoint of {task} in arm {arm}", context.checkpoint_key(arm, task), value))
     for name, value, expected in pairs:
         if value != expected:
             problem = f"Ray node {node}: {name} is {value}, expected {expected} as on the machine that runs the command"
@@ -179,7 +181,7 @@ class RayWorker(StageWorker):
 
     @property
     def where(self) -> str:
-        """Number and node of the worker, for messages."""
+        """Number and node of the worker, as shown in messages."""
         return f"worker {self.number}" + (f" on {self.node}" if self.node else "")
 
     def location(self) -> dict[str, Any]:
@@ -203,13 +205,13 @@ class RayWorker(StageWorker):
 
 
 def _summary(error: RayError) -> str:
-    """Returns the first and the last line of an error; the last line describes its cause."""
+    """Returns the first and the last line of an error message. The last line describes the cause of the error."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
     return printable(" … ".join(dict.fromkeys([lines[0], lines[-1]]))) if lines else type(error).__name__
 
 
 def _connect(address: str) -> None:
-    """Connects this process to a cluster; see `RayPool`.
+    """Connects this process to the cluster at an address; see `RayPool`.
 
     Raises:
         KfacpackError: If there is no cluster at this address.
@@ -224,7 +226,7 @@ def _connect(address: str) -> None:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
         if address == "auto" and isinstance(error, ConnectionError):
-            warnings.warn("no Ray cluster is running; started one on this machine", JobsWarning, stacklevel=2)
+            warnings.warn("no Ray cluster is running; starting a cluster on this machine", JobsWarning, stacklevel=2)
             return _connect("local")
         remedy = "Start a cluster with `ray start --head`, or use --ray local"
         raise KfacpackError(f"--ray {address}: cannot connect to a cluster: {first_line(error)}. {remedy}") from error
@@ -279,7 +281,7 @@ class RayPool(WorkerPool):
         return self._workers
 
     def close(self) -> None:
-        """Terminates all actors, and disconnects from the cluster if the pool has connected to it."""
+        """Terminates all actors, and closes the connection to the cluster if the pool has opened the connection."""
         if not ray.is_initialized():
             return
         with suppress(RayError):
@@ -291,7 +293,7 @@ class RayPool(WorkerPool):
             ray.shutdown()
 
     def replace(self, worker: StageWorker) -> None:
-        """Terminates the actor of a worker. Another actor is then started on any node with free resources."""
+        """Terminates the actor of a worker. A new actor is then started on any node with free resources."""
         assert isinstance(worker, RayWorker)
         ray.kill(worker.actor)
         self._workers.remove(worker)
@@ -346,7 +348,7 @@ class RayPool(WorkerPool):
         return [*({"event": "warning", "text": text} for text in texts), message]
 
     def _start_workers(self) -> None:
-        """Starts as many workers as the nodes have resources for, or one worker that waits until a node can run it."""
+        """Starts as many workers as the nodes have resources for, and at least one, which may have to wait."""
         fitting = [
             min(int(node["Resources"].get(name, 0) // amount) for name, amount in self._resources.items())
             for node in ray.nodes()

@@ -18,13 +18,13 @@ from kfacpack.format.writer import write_atomically
 
 
 def render_page(report: ReportContent, drawings: Mapping[str, Mapping[str, bytes]]) -> str:
-    """Renders the report as one self-contained HTML page, which needs no scripts, network access or other files.
+    """Renders the report as one self-contained HTML page that needs no scripts, no network access and no other files.
 
     Args:
         report: The content of the page.
         drawings: Contents of the SVG files, by name of the figure and by theme.
     """
-    # Imported here, so that invalid results are reported without waiting for Jinja and Matplotlib.
+    # Imported here, so that invalid results are reported without waiting for the import of Jinja and Matplotlib.
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -56,7 +56,7 @@ SECTIONS: tuple[Callable[[Results], Section | None], ...] = (
     bundles,
     spectra,
 )
-"""Functions that return the sections of a report, in order. They return None if the run has no data for the section."""
+"""Functions that return the sections of a report, in order. They return None for a section without data."""
 
 
 def compose(results: Results, times: Times | None) -> ReportContent:
@@ -85,10 +85,10 @@ def report(
 ) -> Path:
     """Writes the report of a run as one HTML page.
 
-    A JSON file with the name of the page, but the suffix `.json`, contains every number of the page. The folder
-    `figures` beside the page contains every figure as SVG and PNG. If the report replaces an older one, figures of the
-    older report that are no longer used are removed. The page is written after all other files. The same results always
-    give the same bytes.
+    All numbers on the page are also written to a JSON file with the same name as the page and the suffix `.json`. All
+    figures are also written as SVG and PNG to the folder `figures` beside the page. If the page replaces an older
+    report, figures that only the older report uses are removed. The page is written after all other files. The same
+    results always give identical files.
 
     Args:
         run_dir: Folder of a run, with `results.json` and, optionally, `times.json`.
@@ -99,8 +99,8 @@ def report(
         The path of the page.
 
     Raises:
-        KfacpackError: If the results are missing or invalid, the page cannot be written, or a package that belongs to
-            the extra `report` is not installed.
+        KfacpackError: If the results are missing or invalid, the page cannot be written, or a package from the
+            extra `report` is not installed.
 
     Example:
         >>> import kfacpack as kp
@@ -121,17 +121,17 @@ def report(
 
 def _check_output(folder: Path, page: Path) -> None:
     if page.suffix.lower() not in (".html", ".htm"):
-        raise KfacpackError(f"{page}: a report is an HTML page; expected a name that ends in .html")
+        raise KfacpackError(f"{page}: unsupported suffix {page.suffix!r}; expected a name that ends in .html")
     if not page.absolute().parent.is_dir():
         raise KfacpackError(f"{page}: folder {str(page.parent)!r} does not exist. Create it, or choose another folder")
     numbers = page.with_suffix(".json")
     for name in ("results.json", "times.json"):
         if numbers.exists() and (folder / name).exists() and numbers.samefile(folder / name):
-            raise KfacpackError(f"{page}: the JSON file for this page would overwrite {numbers}; rename the page")
+            raise KfacpackError(f"{page}: the JSON file for this page would overwrite {numbers}; choose another name")
 
 
 def _remove_old_figures(page: Path, content: ReportContent) -> None:
-    """Removes the figures that are listed in the replaced report but not in the new one."""
+    """Removes the figures that are listed in the replaced report but not in the new report."""
     try:
         replaced = ReportContent.model_validate_json(page.with_suffix(".json").read_bytes())
     except (OSError, ValueError):

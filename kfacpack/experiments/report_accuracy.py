@@ -27,16 +27,16 @@ from kfacpack.experiments.results_schema import (
 _MAX_NORMALISED = 3
 """Maximum number of merge methods for which the tables by task also contain normalised accuracies."""
 _MOSTLY_RECOVERED = 0.75
-"""Minimum of the column "recovered" at which the report states that the vectors of an arm can be added as they are."""
+"""Minimum value of "recovered" for which the report states that vectors can be added as they are."""
 
 
 def headline(results: Results) -> list[Cell]:
     """Returns the conclusion of the report.
 
-    The conclusion compares the arm without a penalty with the best of the arms whose penalties need no data of other
-    tasks. If there is no such pair of arms, it states the accuracies of the best arm with all vectors added and with
-    each task's own vector. If no arm has a penalty but there are several merge methods, it compares the best method
-    with the sum of the vectors.
+    The conclusion compares the arm without a penalty with the best arm whose penalty needs no data from other tasks.
+    If one of these arms is missing, the conclusion states the accuracies of the best arm with all vectors added and
+    with each task's own vector. If no arm has a penalty and there are several merge methods, the conclusion compares
+    the best method with the sum of the vectors.
     """
     if len(results.methods) > 1 and all(arm.penalty is None for arm in results.arms):
         return _method_headline(results)
@@ -55,10 +55,11 @@ def headline(results: Results) -> list[Cell]:
     ]  # fmt: skip
     if plain is None or plain == best:
         return sentences
-    sentences += [text("Without a penalty, these are"), _share(plain.added), text("and"), _share(plain.individual)]
+    sentences.append(text("Without a penalty, these accuracies are"))
+    sentences += [_share(plain.added), text("and"), _share(plain.individual)]
     if best.recovered is None:
         return [*sentences, text(".")]
-    recovery = f": “{best.arm}”, which needs no data of other tasks, recovers"
+    recovery = f": “{best.arm}”, which needs no data from other tasks, recovers"
     return [*sentences, text(recovery), _share(best.recovered), text("of the difference.")]
 
 
@@ -84,11 +85,11 @@ def _method_headline(results: Results) -> list[Cell]:
         method = next(method for method in results.methods if method.label == best.method)
         uses = "which uses the bundles of the tasks" if method.needs_bundles else "which needs no bundles"
         sentences += [
-            text(f"{arm.name}: the best merge at α = 1 is “{best.method}”, {uses}, with a mean test accuracy of"),
+            text(f"{arm.name}: the best method at α = 1 is “{best.method}”, {uses}, with a mean test accuracy of"),
             _share(best.added), text("; with each task's own vector alone, it is"), _share(best.individual),
         ]  # fmt: skip
         if (plain := rows.get("sum")) and plain != best:
-            sentences += [text("; with the sum of the vectors,"), _share(plain.added)]
+            sentences += [text("; with the sum of the vectors, it is"), _share(plain.added)]
         sentences.append(text("."))
     return sentences
 
@@ -96,20 +97,21 @@ def _method_headline(results: Results) -> list[Cell]:
 def _conclusion(best: Summary, plain: Summary) -> str:
     """Returns a sentence on how the penalty of the arm `best` affects the interference between vectors.
 
-    Returns an empty string if the results do not show how much of the accuracy loss the penalty recovers.
+    Returns an empty string if it is not known how much of the accuracy loss the penalty recovers.
 
     Args:
         best: Summary of an arm with a penalty.
         plain: Summary of the arm without a penalty.
     """
     if plain.added >= plain.individual:
-        return "These vectors do not interfere with each other, with or without a penalty. "
+        return "Even without a penalty, the vectors do not interfere with each other. "
     if best.recovered is None:
         return ""
     if best.recovered >= _MOSTLY_RECOVERED:
         return f"Vectors trained with “{best.arm}” can be added as they are. "
     if best.recovered > 0:
-        return f"Vectors trained with “{best.arm}” interfere with each other less. "
+        vectors = f"Vectors trained with “{best.arm}”"
+        return f"{vectors} interfere with each other less than vectors trained without a penalty. "
     return f"Training with “{best.arm}” does not reduce the interference between the vectors. "
 
 
@@ -119,10 +121,10 @@ def summary(results: Results) -> Section:
     return Section(
         id="summary",
         title="Summary",
-        how_to_read="“Own vector” is the accuracy on each task with only its own vector; “all added” is the accuracy "
-        "of one model with all vectors. “Normalised” is the second divided by the first, averaged over tasks. "
-        "“Recovered” is the fraction by which this arm reduces the accuracy loss from adding, compared with the "
-        "arm without a penalty." + _removed_note(results) + _completions_note(results),
+        how_to_read="“Own vector” is the accuracy on a task with the vector of this task only; “all added” is the "
+        "accuracy of one model with the vectors of all tasks. “Normalised” is “all added” divided by “own vector”, "
+        "averaged over tasks. “Recovered” is the fraction by which an arm reduces the accuracy loss from adding the "
+        "vectors, compared with the arm without a penalty." + _removed_note(results) + _completions_note(results),
         tables=[_summary_table(results), _arms_table(results), *_methods_tables(results)],
         pictures=[picture] if picture else [],
     )
@@ -132,7 +134,7 @@ def _removed_note(results: Results) -> str:
     """Returns the explanation of the column "removed", or an empty string if the results contain no negation."""
     if all(row.removed is None for row in results.summary):
         return ""
-    return " “Removed” is the fraction of a task's margin over chance that is lost when its vector is subtracted."
+    return " “Removed” is the fraction of the accuracy above chance that is lost when a task's vector is subtracted."
 
 
 def _summary_table(results: Results) -> ReportTable:
@@ -177,7 +179,7 @@ def _arms_table(results: Results) -> ReportTable:
 
 
 def _methods_tables(results: Results) -> list[ReportTable]:
-    """Returns a list with the table of merge methods, or an empty list if none has settings or needs bundles."""
+    """Returns a list with the table of merge methods, or an empty list if no method has settings or needs bundles."""
     if not any(method.needs_bundles or method.settings for method in results.methods):
         return []
     rows = [
@@ -224,8 +226,8 @@ def by_task(results: Results) -> Section:
     return Section(
         id="tasks",
         title="Results by task",
-        how_to_read="The columns to the right show the combined vectors: the closer they are to “own vector”, the "
-        "less the tasks interfere with each other.",
+        how_to_read="The columns to the right of “own vector” show the accuracy with the vectors of all tasks. The "
+        "closer this accuracy is to “own vector”, the less the vectors interfere with each other.",
         tables=[
             *(_task_table(results, arm) for arm in results.arms),
             *(_perplexity_table(results, arm) for arm in results.arms if arm.seeds[0].individual_perplexity),
@@ -314,7 +316,7 @@ def over_alpha(results: Results) -> Section | None:
         data={name: sweep.model_dump(mode="json") for name, sweep in sweeps.items()},
         options={"references": levels},
         alt=f"Line chart of mean accuracy over α, one line for each of {_listed(list(sweeps))}.",
-        caption=f"Mean accuracy over all tasks when the result of {_first_method(results)} is scaled by α."
+        caption=f"Mean accuracy over all tasks when the merged vector ({_first_method(results)}) is scaled by α."
         if several
         else "Mean accuracy over all tasks when the sum of the vectors is scaled by α.",
     )
@@ -333,7 +335,7 @@ def over_alpha(results: Results) -> Section | None:
     return Section(
         id="sweep",
         title="Accuracy over α",
-        how_to_read="A flat maximum is good: α then needs no tuning, and α = 1 is close to the best value.",
+        how_to_read="A flat maximum that includes α = 1 is good, because α then needs no tuning.",
         pictures=[picture, *pictures],
         tables=[table] if rows else [],
     )
@@ -388,9 +390,9 @@ def negation(results: Results) -> Section | None:
     return Section(
         id="negation",
         title="Removing a task",
-        how_to_read="The vector of each task is subtracted. α is selected on the validation examples as the value that "
-        "removes most of the task while the control task keeps its accuracy. “After” should be close to “chance”, and "
-        "the accuracy of the control task should hardly change.",
+        how_to_read="The vector of each task is multiplied by α and subtracted. The selected α lowers the accuracy on "
+        "the task most while the control task keeps enough of its accuracy, as measured on the validation examples. "
+        "“After” should be close to “chance”, and the accuracy of the control task should hardly change.",
         tables=tables,
     )
 
@@ -399,8 +401,8 @@ def _completions_note(results: Results) -> str:
     if not any(row.added_perplexity for row in results.summary):
         return ""
     return (
-        " For tasks with completions, accuracy is the fraction of tokens that are predicted correctly; “perplexity” is "
-        "per token, its mean over tasks is geometric, and lower is better."
+        " For tasks with completions, accuracy is the fraction of tokens that are predicted correctly. “Perplexity” is "
+        "the perplexity per token, as a geometric mean over tasks; lower is better."
     )
 
 

@@ -40,9 +40,9 @@ def disentanglement(results: Results) -> Section | None:
     return Section(
         id="disentanglement",
         title="Disentanglement: do two vectors interfere?",
-        how_to_read="ξ is the share of predictions with both vectors that differ from those with the task's own vector "
-        "alone, summed over the two tasks. Dark is good, and a large dark area means that α can be chosen freely. All "
-        "maps have the same colour scale.",
+        how_to_read="ξ is the fraction of a task's examples whose predictions change when the other task's vector is "
+        "added, summed over the two tasks. Dark colours mean a small ξ, which is good. If a large area is dark, α can "
+        "be chosen freely. All maps have the same colour scale.",
         pictures=pictures,
     )
 
@@ -80,7 +80,7 @@ def localisation(results: Results) -> Section | None:
     ]  # fmt: skip
     last = [over_seeds("score", (s.localisation.auroc for s in seeds if s.localisation)) for _, _, seeds in by_arm]
     table = ReportTable(
-        caption="AUROC: how well ‖Δf‖² separates the examples of a vector's own task from the others",
+        caption="AUROC: how well ‖Δf‖² separates the examples of a vector's own task from those of other tasks",
         columns=columns,
         rows=[*rows, [text("mean"), *last]],
         last_is_mean=True,
@@ -88,9 +88,10 @@ def localisation(results: Results) -> Section | None:
     return Section(
         id="localisation",
         title="Localisation: where do the vectors act?",
-        how_to_read="A vector should change f on the examples of its own task and on no others: the further apart the "
-        "two markers of a row, the better. An AUROC of 1 is perfect, 0.5 is chance. Δf is J τ for linearised vectors; "
-        "for others, it is f with the vector minus f without it.",
+        how_to_read="A vector should change the model's output f on the examples of its own task, but not on those of "
+        "other tasks. The further apart the two markers of a row are, the better. An AUROC of 1 is perfect, and 0.5 "
+        "corresponds to chance. Δf is J τ in the regime “linear”. In other regimes, Δf is f with the vector minus f "
+        "without the vector.",
         tables=[table],
         pictures=pictures,
     )
@@ -128,11 +129,11 @@ def drift(results: Results) -> Section | None:
     table = ReportTable(caption="Predicted drift divided by measured drift", columns=["arm", *heads], rows=rows)
     return Section(
         id="drift",
-        title="Drift: do the bundles predict the change?",
+        title="Drift: do the bundles predict the change in f?",
         how_to_read="A bundle predicts, without the data, how much a vector changes f on the task of the bundle. "
-        "Points on the dashed line are predicted exactly; below it the prediction is too large, above it too small. "
-        "Single layers are close to the line. Whole vectors are above it, because a bundle contains no terms between "
-        "layers, while the layers of a trained vector act in the same direction.",
+        "Points on the dashed line are predicted exactly. Below the line, the prediction is too large; above the line, "
+        "it is too small. Single layers are close to the line. Whole vectors are above the line, because a bundle "
+        "contains no terms between layers, while the layers of a trained vector act in the same direction.",
         pictures=pictures,
         tables=[table],
     )
@@ -159,13 +160,13 @@ def spectra(results: Results) -> Section | None:
         file="spectra",
         figure="spectra",
         data=results.spectra.model_dump(mode="json"),
-        alt="Line chart of the eigenvalues of the factors against their ranks, with logarithmic axes.",
-        caption="Eigenvalues of the curvature factors against their ranks.",
+        alt="Line chart of the eigenvalues of the factors by rank, with logarithmic axes.",
+        caption="Eigenvalues of the curvature factors by rank.",
     )
     return Section(
         id="spectra",
         title="Spectra of the factors",
-        how_to_read="A steep line means that few directions dominate the factor, so that it compresses well.",
+        how_to_read="A steep line means that few directions dominate the factor, which can then be compressed well.",
         pictures=[picture],
         tables=[table],
     )
@@ -183,7 +184,7 @@ def bundles(results: Results) -> Section | None:
         id="bundles",
         title="Bundles",
         how_to_read="Bundles are shared instead of data. The tables list the size of each file and, for merged "
-        "bundles, the error relative to the sum of their parts.",
+        "bundles, the error relative to the exact sum of the bundles.",
         tables=tables,
     )
 
@@ -211,7 +212,7 @@ def _task_bundles(results: Results) -> ReportTable:
 
 def _merged_bundles(results: Results) -> ReportTable:
     return ReportTable(
-        caption="Merged bundles: all tasks except one, used as the penalty when that task is trained",
+        caption="Merged bundles, used for the penalty when the vector of the task in the column “without” is trained",
         columns=["without", "rule", "structure", "seed", "size", "relative error", "file"],
         rows=[
             [
@@ -265,7 +266,7 @@ def provenance(results: Results, times: Times | None) -> Section:
         total_seconds = sum(stage.seconds for stage in times.stages)
         rows.append([text("total of all stages"), Cell(kind="seconds", value=total_seconds), text(None)])
         rows.append([text("last run"), Cell(kind="seconds", value=times.seconds), text(None)])
-        caption = "Times: each stage when it was executed, and the last run, which wrote these results"
+        caption = "Duration of each stage when it was executed, and of the last run, which wrote these results"
         tables.append(
             ReportTable(caption=caption, columns=["stage", "time", "status"], rows=rows, folded=len(rows) > 24)
         )

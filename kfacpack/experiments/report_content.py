@@ -32,7 +32,7 @@ def file_name(figure: str, number: int, *names: str) -> str:
 
 
 def unique_names(names: list[str]) -> list[str]:
-    """Makes names unique by appending a number to repeated ones."""
+    """Makes names unique by appending a number to repeated names."""
     counts: dict[str, int] = {}
     unique = []
     for name in names:
@@ -78,7 +78,7 @@ class Cell(ReportModel):
 
 
 class ReportTable(ReportModel):
-    """A table; the first cell of each row is its heading."""
+    """A table. The first cell of each row is the heading of the row."""
 
     caption: str
     columns: list[str]
@@ -117,7 +117,7 @@ class Section(ReportModel):
     id: str
     title: str
     how_to_read: str
-    """Explanation shown below the title."""
+    """Text that explains the tables and figures of the section."""
     tables: list[ReportTable] = []
     pictures: list[ReportFigure] = []
     listings: list[CodeListing] = []
@@ -129,7 +129,7 @@ class ReportContent(ReportModel):
     format: Literal["kfacpack.report/1"] = "kfacpack.report/1"
     title: str
     headline: list[Cell]
-    """The conclusion: sentences that are divided into cells of text and numbers."""
+    """The conclusion, as a list of cells that contain text or numbers."""
     sections: list[Section]
 
 
@@ -139,13 +139,13 @@ def text(value: str | None) -> Cell:
 
 
 def joined_text(cells: Sequence[Cell]) -> str:
-    """Joins words and numbers into sentences, without a space before punctuation."""
+    """Joins cells with text and numbers into sentences, without a space before punctuation."""
     spaces = ("" if cell.shown[0] in ".,;:" else " " for cell in cells)
     return "".join(space + cell.shown for space, cell in zip(spaces, cells, strict=True)).strip()
 
 
 def over_seeds(kind: CellKind, values: Iterable[float | None]) -> Cell:
-    """Returns a cell with the mean and, if there are several values, the standard deviation. Ignores None values."""
+    """Returns a cell with the mean and, if there are several values, the standard deviation. None is ignored."""
     present = [value for value in values if value is not None]
     if not present:
         return Cell(kind=kind, value=None)
@@ -162,7 +162,7 @@ def mean_sweep(seeds: Sequence[SeedResult | AddedResult]) -> SweepResult | None:
 
 
 def mean_maps(seeds: Sequence[SeedResult]) -> list[tuple[DisentanglementResult, int]]:
-    """Averages ξ of each pair of tasks over the seeds in which it was measured at the same values of α.
+    """Averages ξ for each pair of tasks over the seeds for which ξ was measured at the same values of α.
 
     Returns:
         For each pair, the averaged result and the number of seeds.

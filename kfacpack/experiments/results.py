@@ -38,7 +38,7 @@ RESULTS, TIMES, EVENTS = "results.json", "times.json", "events.jsonl"
 _NOISE = 1e-9
 """Differences between mean accuracies below this value are rounding errors.
 
-A single prediction changes an accuracy by more: by 1e-7 with ten million examples.
+A single prediction changes an accuracy by more than that, for example by 1e-7 if there are ten million examples.
 """
 
 
@@ -195,7 +195,7 @@ def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
 
 
 def _sweep(test: Mapping[str, SweepStage], validation: Mapping[str, SweepStage]) -> dict[str, Any]:
-    """Returns the accuracies of a combined vector at every α, and the best α on the validation split."""
+    """Returns the accuracies of a merged vector at every α, and the best α on the validation split."""
     alphas = next(iter(test.values())).alphas
     table = as_table(alphas, {task: stage.scores() for task, stage in test.items()})
     held_out = as_table(alphas, {task: stage.scores() for task, stage in validation.items()})
@@ -205,15 +205,15 @@ def _sweep(test: Mapping[str, SweepStage], validation: Mapping[str, SweepStage])
 
 
 def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Summarises each arm by its means over tasks and seeds and its standard deviations over seeds.
+    """Computes means over tasks and seeds, and standard deviations over seeds, for each arm and merge method.
 
     Args:
         arms: The `arms` of `results.json`.
 
     Returns:
         One entry for each arm and merge method. `recovered` is the fraction by which an arm reduces the accuracy loss
-        from adding, compared with the baseline arm. It is None for the baseline arm itself, for all methods except the
-        first, and if there is no baseline arm or if adding costs the baseline arm no accuracy.
+        from adding the vectors, compared with the baseline arm. It is None for the baseline arm itself and for all
+        methods except the first. It is also None if there is no baseline arm, or if this arm loses no accuracy.
     """
     lines = [_line(arm, method) for arm in arms for method in arm["seeds"][0]["added"]]
     baseline = next((line for line in lines if line["arm"] == BASELINE), None)
@@ -280,13 +280,13 @@ def spread(values: list[float]) -> float:
 
 
 class StageEvent(TypedDict):
-    """An event: one line of `events.jsonl`. With `--events`, it is also printed to stderr."""
+    """An event of a stage: one line of `events.jsonl`. With `--events`, the line is also printed to stderr."""
 
     time: float
     """Time of the event, in seconds since 1970-01-01 UTC."""
     event: Literal["started", "finished", "retried", "failed", "interrupted"]
-    """Type of the event. retried: the worker died, and the stage is computed again. failed: the run ends. interrupted:
-    the state of the stage was saved."""
+    """Type of the event. `retried` means that the worker died and the stage is computed again. `failed` means that the
+    run ends with an error. `interrupted` means that the stage was stopped before it was finished."""
     stage: str
     """Kind and name of the stage, such as bundles/digits.kronecker.seed-0."""
     worker: int
@@ -379,7 +379,7 @@ def open_events(root: Path) -> IO[str]:
 
 
 def _read_times(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads the durations from earlier runs, by stage key. An unreadable file is ignored: no result depends on it."""
+    """Reads the durations of earlier runs, by stage key. Ignores an unreadable file, as no result depends on it."""
     try:
         content = json.loads(path.read_bytes())
         stages = [*content["stages"], *content.get("others", ())]

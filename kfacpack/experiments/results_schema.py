@@ -14,14 +14,14 @@ from kfacpack.errors import KfacpackError, abbreviate, printable
 
 
 class UnknownKeyWarning(UserWarning):
-    """Issued when a file contains unknown keys, which are ignored. They may be misspelt or from a newer version."""
+    """Issued when a file contains unknown keys, which are ignored. They may be misspelt, or new in a later version."""
 
 
 def unknown_keys(value: Any, key_path: tuple[str, ...] = ()) -> Iterator[str]:
     """Yields the locations of unknown keys, such as `arms.0.regimen`.
 
     Args:
-        value: A validated model that allows extra keys, or a part of one.
+        value: A validated model that allows extra keys, or a part of such a model.
         key_path: Location of `value`.
     """
     if isinstance(value, BaseModel):
@@ -49,7 +49,7 @@ class ResultModel(BaseModel):
 
 
 class SweepResult(ResultModel):
-    """Accuracy on each task, and the mean accuracy, at every scale α of a combined vector."""
+    """Accuracy on each task, and the mean accuracy, at every scale α of a merged vector."""
 
     alphas: list[FiniteFloat] = Field(min_length=1)
     tasks: dict[str, list[FiniteFloat]]
@@ -79,7 +79,7 @@ class DisentanglementResult(ResultModel):
 
 
 class Quantiles(ResultModel):
-    """Mean and 5, 25, 50, 75 and 95 % quantiles over examples of ‖Δf‖², where Δf is a change in the model's output."""
+    """Mean and 5, 25, 50, 75 and 95 % quantiles of ‖Δf‖² over examples, where Δf is the change in the output f."""
 
     examples: NonNegativeInt
     mean: FiniteFloat
@@ -160,7 +160,7 @@ class NegatedTask(ResultModel):
     control: FiniteFloat
     control_before: FiniteFloat
     control_task: str | None = None
-    """The control task: the one set in the plan or, when that task is itself negated, its substitute."""
+    """Name of the control task. If the control task in the plan is itself negated, this is its substitute."""
 
 
 class NegationResult(ResultModel):
@@ -172,7 +172,7 @@ class NegationResult(ResultModel):
 
 
 class TaskAccuracy(ResultModel):
-    """Accuracy with the combined vectors, and this accuracy divided by that with the task's own vector."""
+    """Accuracy with the merged vector, and its ratio to the accuracy with the task's own vector."""
 
     accuracy: FiniteFloat
     normalized: FiniteFloat | None
@@ -190,13 +190,13 @@ class BestAlpha(ResultModel):
 
 
 class AddedResult(ResultModel):
-    """Accuracies of the model with the vectors of all tasks combined."""
+    """Accuracies of the model with the merged vector of all tasks."""
 
     alpha: FiniteFloat
     tasks: dict[str, TaskAccuracy]
     mean: TaskAccuracy
     sweep: SweepResult | None = None
-    """Accuracy at every α, if the plan sets `method_alphas`. Null for the first method; see `SeedResult.sweep`."""
+    """Accuracy at every α, if the plan sets `method_alphas`. Null for the first method (see `SeedResult.sweep`)."""
     best: BestAlpha | None = None
 
 
@@ -229,7 +229,7 @@ class PenaltyResult(ResultModel):
     strength: FiniteFloat
     preset: str | None = None
     every: int = 1
-    """Interval of the penalty in steps: N means that it was applied at every N-th step."""
+    """Interval in steps between applications of the penalty: 1 means that the penalty was applied at every step."""
 
 
 class ArmResult(ResultModel):
@@ -264,7 +264,7 @@ class Summary(ResultModel):
     control_kept: FiniteFloat | None = None
     auroc: FiniteFloat | None = None
     individual_perplexity: FiniteFloat | None = None
-    """Geometric mean over all seeds and all tasks with completions."""
+    """Geometric mean of the perplexity over all seeds and all tasks with completions."""
     added_perplexity: FiniteFloat | None = None
 
 
@@ -284,7 +284,7 @@ class ModelInfo(ResultModel):
 
 
 class TaskInfo(ResultModel):
-    """Number of classes, number of examples and source of a task."""
+    """Name, number of classes, number of examples and source of a task."""
 
     name: str
     classes: NonNegativeInt
@@ -297,12 +297,12 @@ class MethodInfo(ResultModel):
     """A merge method of the plan."""
 
     label: str
-    """Name in the results."""
+    """Name of the method in the results."""
     name: str
     settings: dict[str, bool | int | float | str | None] = {}
     needs_bundles: bool = False
     compress: str | None = None
-    """Codec with which the bundles that the method uses are compressed."""
+    """Codec that compresses the bundles used by the method."""
 
 
 class BundleInfo(ResultModel):
@@ -470,7 +470,7 @@ def _validate(file: Path, content: Any, kind: type[ResultT]) -> ResultT:
     if unknown := list(unknown_keys(model)):
         problem = f"{file}: unknown keys are ignored: {printable(abbreviate(unknown, limit=3))}"
         warnings.warn(
-            UnknownKeyWarning(f"{problem}. They may be misspelt, or written by a newer version of kfacpack"),
+            UnknownKeyWarning(f"{problem}. The keys may be misspelt, or written by a newer version of kfacpack"),
             stacklevel=4,
         )
     return model

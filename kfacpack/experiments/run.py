@@ -67,7 +67,7 @@ class RunContext:
     Args:
         plan: The plan to execute.
         device: Device of the model.
-        threads: Number of threads of each stage; None for the default, see `stage_threads`.
+        threads: Number of threads per stage. If None, `stage_threads` determines the number.
     """
 
     def __init__(self, plan: Plan, device: torch.device, threads: int | None = None):
@@ -120,7 +120,7 @@ class RunContext:
 
     @cached_property
     def threads(self) -> int:
-        """Number of threads of each stage."""
+        """Number of threads per stage."""
         size = sum(parameter.numel() for parameter in self.model.module.parameters())
         return stage_threads(self.device, size, self._requested_threads)
 
@@ -133,7 +133,7 @@ class RunContext:
         """Returns the task `name` of the plan.
 
         Raises:
-            KfacpackError: If the task cannot be loaded; the message starts with its location in the plan.
+            KfacpackError: If the task cannot be loaded; the message starts with the location of the task in the plan.
         """
         if name not in self._tasks:
             section = self.plan.task(name)
@@ -152,20 +152,22 @@ class RunContext:
         return self._fingerprints[task, split]
 
     def _with_files(self, task: str, split: str, examples: str) -> str:
-        """Returns a hash of the fingerprint of examples, the listing of their files, and the class names.
+        """Returns a hash of the fingerprint of examples, the list of their files, and the class names.
 
-        The fingerprint covers only some of the examples, whereas the files contain all of them. The names are included
-        because heads depend on them.
+        The fingerprint covers only some of the examples, whereas the list of files covers all examples. The class names
+        are included because heads depend on them. If there is no list of files, the fingerprint itself is returned.
         """
         loaded = self.task(task)
         listing = loaded.listing(split)
         return sha256(repr((examples, loaded.classes, listing)).encode()).hexdigest() if listing else examples
 
     def checkpoint_key(self, arm: str, task: str) -> str:
-        """Returns a hash of the files from which a vector is extracted.
+        """Returns a key that identifies the checkpoint from which a vector is extracted.
+
+        For a local checkpoint, the key is a hash of the files. For a checkpoint on the Hub, it contains the commit.
 
         Raises:
-            KfacpackError: If there are no such files; the message starts with the location in the plan.
+            KfacpackError: If there is no such checkpoint; the message starts with the location in the plan.
         """
         if (arm, task) not in self._checkpoints:
             source = (self.plan.arms[arm].vectors or {})[task]
@@ -193,7 +195,7 @@ class RunContext:
         self._checkpoints = {(arm, task): value for arm, task, value in keys["checkpoints"]}
 
     def check(self) -> None:
-        """Checks tasks, model and heads before any stage runs.
+        """Checks the tasks, the model, the heads and the checkpoints before any stage runs.
 
         Raises:
             KfacpackError: If a task or the model cannot be loaded, a task has fewer than two classes, a measurement
@@ -264,14 +266,14 @@ def run(
             files are not computed again.
         device: Device of the model; `"auto"` uses the first GPU, if there is one.
         show: Called for each stage that is executed; returns a context manager that yields the progress callback.
-        stopped: Function that returns True when the run should stop. A second call of `run` resumes the stopped run.
-        jobs: Number of processes that compute independent stages. With 1, stages run in this process; with None, the
-            number is chosen as by `kfacpack run`. The results do not depend on the number.
-        threads: Number of threads of each stage, which affects rounding. Defaults to OMP_NUM_THREADS or, if that is not
-            set, to a number that depends on the size of the model.
-        ray: Address of a Ray cluster that computes the stages; `"auto"` finds a running cluster or else starts one on
-            this machine; `"local"` always starts one. `jobs` is then the maximum number of workers; with None,
-            the number is limited only by the resources of the cluster.
+        stopped: Function that returns True when the run should stop. Another call of `run` resumes the stopped run.
+        jobs: Number of processes that compute independent stages. With 1, stages run in this process. With None, the
+            number is chosen as in `kfacpack run`. The results do not depend on the number of processes.
+        threads: Number of threads per stage, which affects rounding. Defaults to OMP_NUM_THREADS. If this variable is
+            not set, the number depends on the size of the model.
+        ray: Address of a Ray cluster that computes the stages. `"auto"` finds a running cluster, or starts a cluster on
+            this machine if none is running. `"local"` always starts a cluster. `jobs` is then the maximum number of
+            workers. If `jobs` is None, only the resources of the cluster limit the number of workers.
         scale: Name of an entry in the plan's `scales`; the settings in this entry override those of the plan.
 
     Returns:
@@ -302,10 +304,10 @@ class Run:
         text: The plan's YAML text, which is recorded in the results.
         root: Folder of the run.
         device: Device of the model.
-        jobs: Maximum number of processes that compute stages; None for the default, see `default_jobs`. Fewer processes
-            are used if memory is short. With several processes, the constructor may start some of them, and the object
-            must be used as a context manager, which terminates them.
-        threads: Number of threads of each stage; None for the default, see `stage_threads`.
+        jobs: Maximum number of processes that compute stages. If None, `default_jobs` determines the number. Fewer
+            processes are used if memory is short. If there are several processes, the constructor may start some of
+            them. The object must then be used as a context manager, which terminates the processes.
+        threads: Number of threads per stage. If None, `stage_threads` determines the number.
         ray: Address of a Ray cluster that computes the stages (see `RayPool`); None for processes on this machine.
 
     Raises:
@@ -337,7 +339,7 @@ class Run:
         with ExitStack() as self._cleanup:
             self._pool = self._cleanup.enter_context(ProcessPool(run_setup(plan, text), root, device))
             if ray is None and not (root / RESULTS).exists():
-                # Workers take seconds to import torch; the plan is checked meanwhile. Unused ones are terminated later.
+                # Workers import torch, which takes seconds, while the plan is checked. Unused workers are terminated.
                 known_small = device.type == "cpu" and plan.model.name in EMBEDDED_MODELS
                 early = jobs or (default_jobs(device, stage_threads(device, 0, threads)) if known_small else 1)
                 self._pool.resize(min(early, usable_cores()) if early > 1 else 0)

@@ -1,4 +1,4 @@
-"""Stages of a run. Each stage computes one file from the files of other stages.
+"""Stages of a run. Each stage computes one file, usually from the files of other stages.
 
 The key of a stage is a hash of everything that determines the content of its file: its kind, its settings, the keys of
 its inputs, the model, the data, the versions of kfacpack and torch, the kind of device and, on a CPU, the number of
@@ -69,7 +69,7 @@ def model_options(plan: Plan, root: Path) -> tuple[object, ...]:
 
 
 def params_setting(plan: Plan) -> dict[str, Any]:
-    """Returns the setting `params` of a stage, which contains the parameter patterns of the plan.
+    """Returns the parameter patterns of the plan as the setting `params` of a stage.
 
     Returns an empty dictionary if the plan has no parameter patterns.
     """
@@ -77,7 +77,7 @@ def params_setting(plan: Plan) -> dict[str, Any]:
 
 
 def params_options(plan: Plan) -> tuple[str, ...]:
-    """Returns the options `--params` of a command line, with the parameter patterns of the plan."""
+    """Returns the words of a command line with one option `--params` for each parameter pattern of the plan."""
     return tuple(word for pattern in plan.model.params or () for word in ("--params", pattern))
 
 
@@ -105,7 +105,7 @@ def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
 
     Returns:
         The converted path. Relative paths become relative to `root`. Absolute paths and dataset addresses are kept as
-            written. An absolute path with variables or `~` is returned as a `QuotedWord`.
+        written. An absolute path with variables or `~` is returned as a `QuotedWord`.
     """
     if is_dataset_address(path):
         return prefix + path
@@ -123,12 +123,12 @@ def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
 
 
 _MAX_NAME_BYTES = 160
-"""Maximum length of the stage name in a file name. File systems allow 255 bytes, including the key and suffixes."""
+"""Maximum length in bytes of the stage name in a file name. File systems allow 255 bytes for the whole file name."""
 
 
 @dataclass
 class StageProgress:
-    """Callbacks for a running stage: `progress` receives its progress, and `stopped` returns whether it should stop."""
+    """Callbacks of a running stage: `progress` receives the progress, and `stopped` returns whether to stop."""
 
     progress: Callable[[int, int, str], None] = lambda done, total, status: None
     stopped: Callable[[], bool] = lambda: False
@@ -138,7 +138,7 @@ class StageProgress:
         self.progress(done, total, "")
 
     def interruptible(self) -> StageProgress:
-        """Returns callbacks for work that saves no state; `progress` raises `Interrupted` once a stop is requested."""
+        """Returns callbacks for work that saves no state: `progress` raises `Interrupted` if a stop is requested."""
 
         def progress(done: int, total: int, status: str) -> None:
             self.progress(done, total, status)
@@ -156,7 +156,7 @@ class Stage(ABC):
     """Folder for the files of this kind of stage."""
     suffix: ClassVar[str] = ".json"
     purpose: ClassVar[str]
-    """Purpose of this kind of stage, in one short line."""
+    """Short description of the files that this kind of stage writes."""
 
     context: RunContext
     root: Path
@@ -177,14 +177,14 @@ class Stage(ABC):
 
     @abstractmethod
     def make(self, monitor: StageProgress) -> None:
-        """Computes the output and writes `path` atomically."""
+        """Computes the output and writes it to `path` atomically."""
 
     @abstractmethod
     def cost(self) -> float:
-        """Returns the approximate cost of the stage, measured in forward passes of one example."""
+        """Returns the approximate cost of the stage, measured in forward passes on one example."""
 
     def command(self) -> str | None:
-        """Returns the command line that writes the same file in the folder of the run, or None if there is none."""
+        """Returns the command line that writes the same file in the folder of the run, or None if no command does."""
         return None
 
     @cached_property
@@ -202,13 +202,13 @@ class Stage(ABC):
 
     @property
     def path(self) -> Path:
-        """Path of the file of this stage.
+        """Path of the output file of this stage.
 
-        If a file with this key exists, this is its path, even if the readable part of its name differs. Otherwise, it
-        is the path to which the file will be written.
+        If a file with the key of this stage exists, returns the path of this file, even if the readable part of its
+        name differs. Otherwise, returns the path to which the file will be written.
         """
         end = f"{self.key[:12]}{self.suffix}"
-        # Names may be truncated: the key alone identifies the file.
+        # The name may be truncated, because the key alone identifies the file.
         name = self.name.replace("/", "-").replace(" ", "-").encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
         path = self.root / self.kind / f"{name}.{end}"
         if path.exists():
@@ -217,17 +217,17 @@ class Stage(ABC):
 
     @property
     def file(self) -> str:
-        """Path of the file, relative to the folder of the run."""
+        """Path of the output file, relative to the folder of the run."""
         return str(self.path.relative_to(self.root))
 
     @property
     def done(self) -> bool:
-        """Whether the file exists and is intact."""
+        """Whether the output file exists and is intact."""
         return self.path.exists() and self.intact()
 
     @abstractmethod
     def intact(self) -> bool:
-        """Returns whether the file is complete. For tensor files, only the header is checked."""
+        """Returns whether the output file is complete. The values of tensors are not checked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +239,7 @@ class MeasurementStage(Stage):
         """Performs the measurement and returns the values to write."""
 
     def make(self, monitor: StageProgress) -> None:
-        """Performs the measurement and writes the values with their hash."""
+        """Performs the measurement and writes the values with a hash of the values."""
         values = self.measure(monitor.interruptible())
         write_atomically(self.path, json.dumps({"sha256": _digest(values), "found": values}, indent=1).encode())
 
@@ -250,7 +250,8 @@ class MeasurementStage(Stage):
             KfacpackError: If the file is missing or has been changed since it was written.
         """
         if (values := self._read_intact()) is None:
-            raise KfacpackError(f"{self.path}: content does not match its SHA-256. Delete the file and rerun the plan")
+            problem = f"{self.path}: the file is missing, or does not match its SHA-256"
+            raise KfacpackError(f"{problem}. Delete the file if it exists, and run the plan again")
         return values
 
     def intact(self) -> bool:

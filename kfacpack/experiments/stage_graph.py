@@ -46,11 +46,11 @@ class ArmRun:
     vectors: dict[str, TaskVectorStage]
     """Stages that write the vectors, by task."""
     own: dict[str, SweepStage]
-    """Stages that evaluate the vector of each task on the test split of the same task, by task."""
+    """Stages that evaluate the vector of each task on the test split of this task, by task."""
     sums: dict[str, dict[str, SweepStage]]
-    """Stages that evaluate the combined vectors on the test splits, by label of the merge method and by task."""
+    """Stages that evaluate the merged vectors on the test splits, by label of the merge method and by task."""
     validation: dict[str, dict[str, SweepStage]]
-    """Stages that evaluate the combined vectors on the validation splits; only for methods evaluated at every α."""
+    """Stages that evaluate the merged vectors on the validation splits; only for methods evaluated at every α."""
     negated: dict[str, NegationStage]
     """Stages that negate the vectors, by task."""
     pairs: tuple[DisentanglementStage, ...]
@@ -98,7 +98,7 @@ class StageGraph:
         return self.context.plan
 
     def in_order(self) -> list[Stage]:
-        """Returns every stage once, each after its inputs. For each seed, stages of the same kind are consecutive."""
+        """Returns every stage once, each after its inputs. All stages of one seed precede those of the next seed."""
         requested: list[Stage] = list(self.base.values())
         for seed in self.plan.seeds:
             of_seed = [arm_run for arm_run in self.arm_runs if arm_run.seed == seed]

@@ -31,7 +31,7 @@ _PROGRESS_SECONDS = 0.1
 
 
 def run_setup(plan: Plan, text: str) -> dict[str, Any]:
-    """Returns settings that can be sent as JSON, and from which `open_context` builds the run's context in a worker.
+    """Returns the settings from which `open_context` builds the context of a run in a worker, as JSON values.
 
     Args:
         plan: The plan.
@@ -53,7 +53,7 @@ def open_context(setup: Mapping[str, Any], device: str, threads: int | None = No
     Args:
         setup: Result of `run_setup`.
         device: Device of the model.
-        threads: Number of threads of each stage; None for the default.
+        threads: Number of threads per stage; None for the default.
     """
     import torch
 
@@ -81,7 +81,7 @@ def compute(
         on_warning: Called with the text of each `PenaltyWarning`.
 
     Returns:
-        The message for the scheduler, whose event is `finished`, `interrupted` or `failed`.
+        The message for the scheduler, with the event `finished`, `interrupted` or `failed`.
     """
     from kfacpack.estimation.resume import Interrupted
     from kfacpack.experiments.run import peak_bytes
@@ -132,7 +132,7 @@ class _WorkerProcess:
 
     def __init__(self) -> None:
         self._stop = threading.Event()
-        # A forked process closes sys.stdin, which would wait for the thread that reads it. Only this copy is read.
+        # A forked process closes sys.stdin, and would wait for a thread that reads from it. Only this copy is read.
         self._input = os.fdopen(os.dup(0), "rb")
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

@@ -1,7 +1,8 @@
 """File formats: `hf://` references, the safetensors container, manifests, the reader and the atomic writer.
 
-A bundle is a safetensors file with a manifest and a seal, a digest that covers the manifest and all tensors. Files on
-the Hub are named by `hf://` references, which every reader accepts. Nothing in this package imports torch.
+A bundle is a safetensors file with a manifest and a seal. The seal is a digest that covers the manifest and all
+tensors. Files on the Hub are named by `hf://` references, which every reader accepts. Nothing in this package imports
+torch.
 """
 
 from kfacpack._compat import require

@@ -1,9 +1,10 @@
 """Bundles that are stored in several files: an index, `NAME.kfac.index.json`, and shards.
 
-Each shard is itself a bundle, which contains some of the blocks. The index lists the shards with their digests and
-contains the header that the bundle would have as a single file. The manifest and the digest of a bundle are therefore
-the same in both forms. The index is written after all shards and then renamed into place. The names of shards contain
-their digests, so a new bundle never overwrites the shards of an old one.
+Each shard is itself a bundle that contains some of the blocks. The index lists the shards with their digests and
+contains the header that the bundle would have as a single file. A bundle therefore has the same manifest and the same
+digest whether it is stored in one file or in several. The index is written after all shards and then renamed into
+place. The name of each shard contains the beginning of its digest, so that a new bundle does not overwrite the shards
+of an old one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ INDEX_VERSION = "1.3"
 MAX_INDEX_BYTES = 4 * MAX_HEADER_BYTES
 """Maximum size of an index in bytes.
 
-It exceeds the maximum size of a header, because the index contains a header as a JSON string with escaped quotes.
+An index may be larger than a header because it contains a header as a JSON string with escaped quotes.
 """
 
 
@@ -49,13 +50,13 @@ class ShardEntry(NamedTuple):
     file: str
     """File name of the shard, which is in the same folder as the index."""
     nbytes: int
-    """Size in bytes."""
+    """Size of the shard in bytes."""
     sha256: str
-    """The seal of the shard, a SHA-256 that identifies the content of the shard."""
+    """The seal of the shard: a SHA-256 digest that identifies its content."""
 
 
 def is_index(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path has the file name of an index, `NAME.kfac.index.json`."""
+    """Returns whether a path ends with the suffix of an index, `.kfac.index.json`."""
     return os.fspath(path).endswith(INDEX_SUFFIX)
 
 
@@ -86,10 +87,10 @@ class ShardedContainer(Container):
     """A bundle that is stored in several files and is read like a single file.
 
     Args:
-        path: Location of the index. If it is a reference with `header_only` set, the shards are not opened.
+        path: Location of the index. If this is a reference with `header_only` set, the shards are not opened.
 
     Raises:
-        BundleError: If the index is invalid, or a shard is missing or belongs to another bundle.
+        BundleError: If the index is invalid, or if a shard is missing, damaged or part of another bundle.
         HubError: If a file on the Hub cannot be fetched.
     """
 
@@ -114,7 +115,7 @@ class ShardedContainer(Container):
         try:
             container = Container(self.location(shard))
         except (BundleError, HubError) as error:
-            problem = f"its shard {shard.file} cannot be opened: {error.problem}"
+            problem = f"the shard {shard.file} cannot be opened: {error.problem}"
             raise BundleError(
                 self.path, problem, None, f"Put all {len(self.shards)} shards into the same folder as the index"
             ) from error
@@ -122,7 +123,7 @@ class ShardedContainer(Container):
             digest = (container.metadata.get(SEAL_KEY) or "none")[:16]
             expected = f"expected {shard.nbytes} bytes and digest {shard.sha256[:16]}"
             found = f"got {container.nbytes} bytes and digest {digest}"
-            problem = f"its shard {shard.file} belongs to another bundle or is damaged: {expected}, {found}"
+            problem = f"the shard {shard.file} belongs to another bundle or is damaged: {expected}, {found}"
             raise BundleError(self.path, problem, None, download_again(self.path))
         return container
 
@@ -132,16 +133,16 @@ class ShardedContainer(Container):
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """All tensors by name, with their positions in the shards.
+        """The dtype and shape of each tensor, and its position in a shard, by name.
 
-        If the shards are not opened, the positions are those that the tensors would have in a single file.
+        If the shards have not been opened, the positions are those that the tensors would have in a single file.
         """
         end = max((entry["data_offsets"][1] for entry in self._entries.values() if _has_offsets(entry)), default=0)
         specs = tensor_specs(self.path, self._entries, len(self.header), len(self.header) + end)
         if self._header_only:
             return specs
         if unlisted := self._containers.keys() - specs.keys():
-            problem = f"a shard contains the tensor {min(unlisted)!r}, which the header does not list"
+            problem = f"a shard contains the tensor {min(unlisted)!r}, which the header in the index does not list"
             raise BundleError(self.path, problem)
         stored = {}
         for name, spec in specs.items():
@@ -149,9 +150,9 @@ class ShardedContainer(Container):
                 raise BundleError(self.path, "is in none of the shards", f"tensor {name!r}", download_again(self.path))
             stored[name] = self._containers[name].tensors[name]
             if (stored[name].dtype, stored[name].shape) != (spec.dtype, spec.shape):
-                found = f"is {stored[name].dtype} of shape {list(stored[name].shape)} in its shard"
+                found = f"has dtype {stored[name].dtype} and shape {list(stored[name].shape)} in its shard"
                 raise BundleError(
-                    self.path, f"{found}, expected {spec.dtype} of shape {list(spec.shape)}", f"tensor {name!r}"
+                    self.path, f"{found}, expected {spec.dtype} and {list(spec.shape)}", f"tensor {name!r}"
                 )
         return stored
 
@@ -188,7 +189,10 @@ def files_of(path: str | os.PathLike[str]) -> list[FileLocation]:
 
 
 def _beside(index: FileLocation, file: str, commit: str | None) -> FileLocation:
-    """Returns the location of a file in the same folder as an index. On the Hub, it is located at `commit`, if set."""
+    """Returns the location of a file in the same folder as an index.
+
+    On the Hub, the location has the revision `commit` or, if that is None, the revision of the index.
+    """
     if not isinstance(index, Reference):
         return index.with_name(file)
     folder = index.file.rpartition("/")[0]
@@ -225,9 +229,11 @@ def read_index(path: FileLocation, local: Path) -> dict[str, Any]:
     version = index.get("version")
     if not isinstance(version, str) or version.partition(".")[0] != INDEX_VERSION.partition(".")[0]:
         problem = f"unsupported index version {str(version)[:80]!r}, expected 1.x"
-        raise BundleError(path, problem, "index: version", "Upgrade kfacpack to read it")
+        raise BundleError(path, problem, "index: version", "Upgrade kfacpack to read this file")
     if not isinstance(index.get("header"), str) or not index["header"].startswith("{"):
-        raise BundleError(path, "expected the header of a bundle as a string", "index: header", download_again(path))
+        raise BundleError(
+            path, "is not a string that contains the header of a bundle", "index: header", download_again(path)
+        )
     return index
 
 
@@ -239,11 +245,12 @@ def shards_of(path: FileLocation, index: dict[str, Any]) -> tuple[ShardEntry, ..
         index: Content of the index.
 
     Raises:
-        BundleError: If an entry is invalid, or a shard's name contains a folder.
+        BundleError: If the list of shards is missing or empty, or if an entry is invalid.
     """
     entries = index.get("shards")
     if not isinstance(entries, list) or not entries:
-        raise BundleError(path, "expected a list of at least one shard", "index: shards", download_again(path))
+        problem = f"expected a list of at least one shard, got {str(entries)[:80]}"
+        raise BundleError(path, problem, "index: shards", download_again(path))
     shards = []
     for entry in entries:
         file, nbytes, digest = (
@@ -251,7 +258,8 @@ def shards_of(path: FileLocation, index: dict[str, Any]) -> tuple[ShardEntry, ..
         )
         plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\") and file.strip(".")
         if not plain or type(nbytes) is not int or not isinstance(digest, str) or len(digest) != 64:
-            problem = f"expected 'file' (a name without folders), 'bytes' and 'sha256', got {str(entry)[:80]}"
+            expected = "expected the keys 'file' (a name without folders), 'bytes' and 'sha256'"
+            problem = f"{expected}, got {str(entry)[:80]}"
             raise BundleError(path, problem, "index: shards", download_again(path))
         shards.append(ShardEntry(str(file), nbytes, digest))
     return tuple(shards)
@@ -260,8 +268,7 @@ def shards_of(path: FileLocation, index: dict[str, Any]) -> tuple[ShardEntry, ..
 def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> None:
     """Stores bundles as shards and writes their index atomically.
 
-    If an index with the same path exists, it is replaced, and those of its shards that the new index does not use are
-    removed.
+    An existing index with the same path is replaced. Shards that only the old index lists are removed.
 
     Args:
         path: The index to write.
@@ -303,7 +310,7 @@ def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> Non
 def _link_or_copy(source: Path, target: Path) -> None:
     """Creates a hard link to a file, or a copy if links are not supported.
 
-    An existing target is replaced. The digest in its name implies that its content was the same.
+    An existing target is replaced. Its name contains its digest, so it should already have the same content.
     """
     temporary = target.with_name(f".{target.name}.partial")
     temporary.unlink(missing_ok=True)

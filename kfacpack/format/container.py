@@ -1,7 +1,7 @@
 """The safetensors container and its seal. This module does not import torch.
 
     8 bytes   little-endian length n of the header
-    n bytes   the header: one JSON object, tensor name -> {dtype, shape, data_offsets}, and __metadata__
+    n bytes   the header: a JSON object that maps tensor names to {dtype, shape, data_offsets}, plus __metadata__
     the rest  the tensors, back to back, without gaps or overlaps
 
 A header may come from an untrusted source. Its length, nesting depth and number of values are bounded, every tensor
@@ -42,7 +42,7 @@ class SealKeys(NamedTuple):
     kind: str
     """Name of this kind of file."""
     usage: str
-    """Sentence that names the commands for this kind of file, shown if another kind was expected."""
+    """Sentence that names the commands for this kind of file. It is shown if another kind was expected."""
     features: frozenset[str] = frozenset()
     """Features that files of this kind may require and that this version of kfacpack supports."""
 
@@ -102,16 +102,16 @@ MAGIC_BYTES = {
     b"version https://git-lfs": "is a Git LFS pointer, not the file itself",
     b"<": "looks like a web page",
 }
-"""Descriptions of files that are often mistaken for safetensors files, by their first bytes."""
+"""Descriptions of files that are often mistaken for safetensors files, keyed by the first bytes of the file."""
 
 
 DOWNLOAD_AGAIN = "The file is incomplete or damaged: download it again from its publisher"
 
 
 def download_again(path: str | os.PathLike[str]) -> str:
-    """Returns the remedy that error messages suggest for a damaged file, which is to download the file again.
+    """Returns the advice to download a damaged file again, for error messages.
 
-    If the file is on the Hub, the remedy names the command that does this.
+    If the file is on the Hub, the advice names the command that downloads it.
     """
     if is_reference(path):
         return f"The cached copy is incomplete or damaged: run `kfacpack pull {os.fspath(path)}` to download it again"
@@ -119,7 +119,7 @@ def download_again(path: str | os.PathLike[str]) -> str:
 
 
 Spec = tuple[str, tuple[int, ...]]
-"""A tensor's safetensors dtype and its shape."""
+"""The safetensors dtype and the shape of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -129,21 +129,21 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Offset of the first byte, counted from the start of the file."""
+    """Position of the first byte of the tensor, counted from the start of the file."""
     stop: int
-    """Offset after the last byte, counted from the start of the file."""
+    """Position after the last byte of the tensor, counted from the start of the file."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor in bytes."""
         return self.stop - self.start
 
 
 class Container:
     """An open safetensors file. The header is read when the file is opened, tensors when they are accessed.
 
-    The file stays open, so the checked file is also the one that is read later, even if another file is renamed over
-    it. If the file is modified in place, the next access raises an error.
+    The file stays open. Later accesses therefore read the file that was checked, even if another file has been renamed
+    over it. If the file is modified in place, the next access raises an error.
 
     Attributes:
         path: Location of the file.
@@ -178,16 +178,16 @@ class Container:
         self._entries, self.metadata = header_entries(self.path, self.header)
 
     def _file_state(self) -> tuple[int, int]:
-        """Returns the size and modification time, which change when the file is written to."""
+        """Returns the size and the modification time of the file, which reveal whether the file has changed."""
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """All tensors by name.
+        """The dtype, shape and position of each tensor, by name.
 
-        The header's entries are checked on first access, so that an unsupported format version is reported before an
-        invalid entry.
+        The entries of the header are checked on first access, so that an unsupported format version is reported before
+        an invalid entry.
         """
         specs = tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
         self._entries = {}  # saves memory when many bundles are open
@@ -203,7 +203,7 @@ class Container:
             The bytes as a private copy-on-write mapping: writing to it does not change the file.
 
         Raises:
-            BundleError: If the file was modified or cannot be read.
+            BundleError: If the file has been modified since it was opened, or cannot be read.
         """
         spec = self.tensors[name]
         self._require_unchanged(name)
@@ -221,11 +221,11 @@ class Container:
 
         Args:
             name: Name of the tensor.
-            start: Index of the first byte, counted from the start of the tensor.
-            stop: Index after the last byte.
+            start: Index of the first byte to read, counted from the start of the tensor.
+            stop: Index at which to stop reading. The byte at this index is not read.
 
         Raises:
-            BundleError: If the file was modified or cannot be read.
+            BundleError: If the file has been modified since it was opened, or cannot be read.
         """
         self._require_unchanged(name)
         data = bytearray(stop - start)
@@ -243,10 +243,10 @@ class Container:
         return data
 
     def file_digest(self) -> str:
-        """Returns the SHA-256 of the whole file as hexadecimal digits.
+        """Returns the SHA-256 of the whole file as 64 hexadecimal digits.
 
         Raises:
-            BundleError: If the file was modified or cannot be read.
+            BundleError: If the file has been modified since it was opened, or cannot be read.
         """
         content, buffer, position = sha256(), memoryview(bytearray(_CHUNK)), 0
         try:
@@ -265,12 +265,12 @@ class Container:
         if self._file_state() != self._state:
             problem = "the file has been modified in place since it was opened"
             where = f"tensor {name!r}" if name else None
-            remedy = "Open the file again. To replace an open file, write a new one and rename it"
+            remedy = "Open the file again. To replace a file that is open, write a new file and rename it"
             raise BundleError(self.path, problem, where, remedy)
 
 
 def _open_descriptor(path: FileLocation) -> tuple[int, str | None]:
-    """Opens a file and returns its descriptor and, if it is a cached file from the Hub, its commit."""
+    """Opens a file. Returns its descriptor, and its commit if the file is a cached copy from the Hub."""
     if isinstance(path, Reference) and path.header_only:
         return header_descriptor(path, MAX_HEADER_BYTES), None
     local = local_copy(path) if isinstance(path, Reference) else path
@@ -280,7 +280,7 @@ def _open_descriptor(path: FileLocation) -> tuple[int, str | None]:
 
 
 def _read_at(descriptor: int, target: memoryview, position: int) -> int:
-    """Reads bytes at `position` into `target` and returns the number of bytes that were read."""
+    """Reads bytes of a file, starting at `position`, into `target`. Returns the number of bytes that were read."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [target], position)
     # Systems without preadv, such as macOS.
@@ -295,7 +295,7 @@ def json_value_bound(text: bytes) -> int:
 
 
 def first_duplicate(values: Iterable[str]) -> str | None:
-    """Returns the first value that occurs a second time, or None if all are distinct."""
+    """Returns the first value that occurs a second time, or None if all values are distinct."""
     seen: set[str] = set()
     for value in values:
         if value in seen:
@@ -320,7 +320,7 @@ def parse_json(
         The object. Its keys are unique, its numbers are finite and, unless `nulls` is set, no key has the value null.
 
     Raises:
-        BundleError: If the text is not a valid object, or contains too many values.
+        BundleError: If the text is not a valid JSON object, or if it contains too many values.
     """
     if json_value_bound(text) > MAX_JSON_VALUES:
         raise BundleError(path, f"contains more than {MAX_JSON_VALUES} JSON values", where)
@@ -340,7 +340,7 @@ def parse_json(
 
     def integer(number: str) -> int:
         if len(number) > _MAX_DIGITS:
-            raise ValueError(f"{number[:20]}… has {len(number)} digits, expected at most {_MAX_DIGITS}")
+            raise ValueError(f"the integer {number[:20]}… has {len(number)} digits, expected at most {_MAX_DIGITS}")
         return int(number)
 
     try:
@@ -356,7 +356,7 @@ def parse_json(
 
 
 def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
-    """Reads the header from a file. Returns the unchanged bytes of its length prefix and the header."""
+    """Reads the header of a file. Returns the length prefix and the header as unmodified bytes."""
     prefix = os.pread(descriptor, 8, 0)
     if len(prefix) < 8:
         raise BundleError(path, f"is only {nbytes} bytes long, expected at least 8", remedy=download_again(path))
@@ -370,7 +370,7 @@ def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
         problem = other_format or f"is not a safetensors file: {too_long}"
         raise BundleError(path, problem, None, NOT_SAFETENSORS)
     if 8 + length > nbytes:
-        problem = f"needs {8 + length} bytes, including its length prefix, but the file ends at {nbytes}"
+        problem = f"needs {8 + length} bytes, including its length prefix, but the file ends at byte {nbytes}"
         raise BundleError(path, problem, where="header", remedy=download_again(path))
     header = prefix + os.pread(descriptor, length, 8)
     if header[8:9] != b"{":
@@ -380,7 +380,7 @@ def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
 
 def _metadata(path: FileLocation, metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BundleError(path, "expected an object whose values are strings", where="header: __metadata__")
+        raise BundleError(path, "is not a JSON object whose values are strings", where="header: __metadata__")
     return metadata
 
 
@@ -402,19 +402,22 @@ def header_entries(path: FileLocation, header: bytes) -> tuple[dict[str, Any], d
 
 
 def tensor_specs(path: FileLocation, entries: dict[str, Any], start: int, nbytes: int) -> dict[str, TensorSpec]:
-    """Returns all tensors by name. Checks that they fill the file from byte `start` to its end, `nbytes`."""
+    """Returns the dtype, shape and position of each tensor, by name.
+
+    The tensors must fill the file without gaps, from byte `start` to the end of the file at byte `nbytes`.
+    """
     tensors = {name: _tensor_spec(path, name, entry, start) for name, entry in entries.items()}
     position, previous = start, "the header"
     for name, spec in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if spec.start != position:
-            problem = f"starts at byte {spec.start}, expected {position}, immediately after {previous}"
+            problem = f"starts at byte {spec.start}, expected byte {position}, immediately after {previous}"
             raise BundleError(path, problem, where=f"tensor {name!r}")
         if spec.stop > nbytes:
-            problem = f"ends at byte {spec.stop}, but the file ends at {nbytes}"
+            problem = f"ends at byte {spec.stop}, but the file ends at byte {nbytes}"
             raise BundleError(path, problem, where=f"tensor {name!r}", remedy=download_again(path))
         position, previous = spec.stop, repr(name)
     if position != nbytes:
-        problem = f"{nbytes - position} unexpected bytes after {previous}, where the file should end"
+        problem = f"contains {nbytes - position} unexpected bytes after {previous}, where the file should end"
         raise BundleError(path, problem, remedy=download_again(path))
     return tensors
 
@@ -438,7 +441,7 @@ def _tensor_spec(path: FileLocation, name: str, entry: Any, base: int) -> Tensor
     start, stop = offsets
     if stop - start != prod(shape) * ITEM_BYTES[dtype]:
         needed = prod(shape) * ITEM_BYTES[dtype]
-        raise invalid(f"{dtype} of shape {shape} needs {needed} bytes, but its data_offsets span {stop - start}")
+        raise invalid(f"{dtype} of shape {shape} needs {needed} bytes, but its data_offsets span {stop - start} bytes")
     return TensorSpec(dtype, tuple(shape), base + start, base + stop)
 
 

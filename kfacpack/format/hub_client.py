@@ -37,10 +37,10 @@ _show_bars: ContextVar[bool] = ContextVar("kfacpack_hub_bars", default=False)
 
 @contextmanager
 def progress_bars(*, show: bool) -> Iterator[None]:
-    """Sets whether huggingface_hub draws progress bars inside this context. Outside such a context, they are hidden.
+    """Shows or hides the progress bars of huggingface_hub inside this context. By default, kfacpack hides them.
 
     Args:
-        show: Whether to draw progress bars.
+        show: Whether to show the progress bars.
 
     Yields:
         None.
@@ -72,15 +72,15 @@ def hub_errors(
 ) -> Iterator[None]:
     """Converts exceptions that huggingface_hub raises inside this context to `HubError`.
 
-    Progress bars of huggingface_hub are hidden as well, unless `progress_bars(show=True)` is active.
+    This context also hides the progress bars of huggingface_hub, unless `progress_bars(show=True)` is active.
 
     Args:
         target: The file or repository that is accessed, for error messages.
-        repository: OWNER/NAME.
+        repository: Name of the repository, OWNER/NAME.
         revision: A branch, a tag or a commit. Defaults to the main branch.
         kind: Kind of repository, "model" or "dataset".
         offline_remedy: Advice to the user if the Hub cannot be reached. By default, the advice is to pass a local file.
-        access_remedy: Additional advice to the user if the Hub denies access. Defaults to `offline_remedy`.
+        access_remedy: Alternative advice to the user if the Hub refuses the request. Defaults to `offline_remedy`.
 
     Yields:
         None.
@@ -124,12 +124,12 @@ class _HubRequest:
     access_remedy: str | None
 
     def with_alternative(self, remedy: str) -> str:
-        """Returns a remedy, followed by `access_remedy` as an alternative if that is set."""
+        """Returns `remedy`, followed by `access_remedy` as an alternative if it is set."""
         return f"{remedy}; or {self.access_remedy}" if self.access_remedy else remedy
 
     @property
     def url(self) -> str:
-        """Web page of the repository."""
+        """URL of the web page of the repository."""
         from huggingface_hub import constants
 
         return f"{constants.ENDPOINT}/{'datasets/' if self.kind == 'dataset' else ''}{self.repository}"
@@ -149,7 +149,7 @@ def _translate(error: BaseException, request: _HubRequest) -> HubError:
         return HubError(request.target, problem, "Free disk space, or set HF_HOME to another folder")
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
     problem = f"the Hub ({constants.ENDPOINT}) cannot be reached: {first_line(cause)}"
-    remedy = f"Check the network connection and try again; or {offline_remedy}"
+    remedy = f"Check the network connection and try again, or {offline_remedy}"
     return HubError(request.target, problem, remedy, unreachable=True)
 
 
@@ -163,13 +163,13 @@ def _refusal(error: BaseException, request: _HubRequest) -> tuple[str, str] | No
         return f"{repository} is gated, and you have no access to it", request.with_alternative(remedy)
     if isinstance(error, errors.RepositoryNotFoundError):
         problem = f"the repository {repository} does not exist, or it is private and you have no access to it"
-        return problem, request.with_alternative(f"Check its name; if it is private, {LOG_IN}")
+        return problem, request.with_alternative(f"Check the name; if the repository is private, {LOG_IN}")
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repository} has no revision {revision or 'main'!r}", "Pass an existing branch, tag or commit"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         where = f" at {revision}" if revision else ""
         is_bundle = request.kind == "model" and not request.offline_remedy
-        listing = f"List its files: {f'kfacpack pull {repository} --list' if is_bundle else request.url}"
+        listing = f"List the repository's files: {f'kfacpack pull {repository} --list' if is_bundle else request.url}"
         return f"{repository} has no such file{where}", request.with_alternative(listing)
     if isinstance(error, errors.HFValidationError):
         return f"is not a valid name on the Hub: {first_line(error)}", "Expected owner/repo"
@@ -186,10 +186,13 @@ def _refusal_by_status(error: HfHubHTTPError, request: _HubRequest) -> tuple[str
         remedy = "Log in with an account that has permission (uploads need a token with write access): hf auth login"
         return f"permission denied for {repository}{message}", remedy
     if status in (409, 412):
-        return f"{repository} was changed in the meantime{message}", "Try again, starting from its current state"
+        return f"{repository} was changed in the meantime{message}", "Try again"
     if _is_busy(status):
-        return f"the Hub returned status {status}{message}", request.with_alternative("Try again later")
-    return f"the Hub refused the request ({status}){message}", f"Check that the name {repository} is correct"
+        return f"the Hub returned HTTP status {status}{message}", request.with_alternative("Try again later")
+    return (
+        f"the Hub refused the request (HTTP status {status}){message}",
+        f"Check that the name {repository} is correct",
+    )
 
 
 def _status(error: BaseException) -> int:
@@ -212,7 +215,7 @@ class RemoteFile:
     commit: str
     nbytes: int
     sha256: str | None
-    """SHA-256 of the content; None for small files stored in git itself, for which the Hub provides none."""
+    """SHA-256 of the content; None for small files, which are stored in git itself without a SHA-256."""
 
 
 def resolve(reference: Reference) -> RemoteFile:
@@ -232,8 +235,8 @@ def resolve(reference: Reference) -> RemoteFile:
     with hub_errors(reference, reference.repository, reference.revision, kind=reference.kind):
         metadata = get_hf_file_metadata(_url(reference, reference.revision))
     if metadata.commit_hash is None or metadata.size is None or metadata.etag is None:
-        problem = "the server's response lacks a commit, size or ETag, so it is not from the Hub"
-        raise HubError(str(reference), problem, "Check HF_ENDPOINT and the settings of the proxy")
+        problem = "the response lacks the commit, the size or the ETag of the file, so the server is not the Hub"
+        raise HubError(str(reference), problem, "Check HF_ENDPOINT and the proxy settings")
     digest = metadata.etag if _SHA256.fullmatch(metadata.etag) else None
     return RemoteFile(metadata.commit_hash, metadata.size, digest)
 
@@ -241,19 +244,19 @@ def resolve(reference: Reference) -> RemoteFile:
 def local_copy(reference: Reference, *, checked: bool = False) -> Path:
     """Returns the path of a file in huggingface_hub's cache, after downloading it if necessary.
 
-    A downloaded file is checked against the size and SHA-256 that the Hub provides. A file that is already in the cache
-    is checked by its size only, and is downloaded again if the size is wrong. It is not checked at all if the Hub
-    cannot be reached, or if the revision is a commit and `checked` is not set.
+    A downloaded file is checked against the size and the SHA-256 that the Hub provides. If the file is already in the
+    cache, only its size is checked by default, and the file is downloaded again if the size is wrong. A cached file is
+    not checked at all if the Hub cannot be reached, or if the revision is a commit and `checked` is not set.
 
     Args:
         reference: The file.
-        checked: Whether to check the size and SHA-256 of a file that is already in the cache.
+        checked: Whether to check both the size and the SHA-256 of a file that is already in the cache.
 
     Returns:
         Path of the cached file.
 
     Raises:
-        HubError: If the file cannot be downloaded, or differs from the Hub's metadata.
+        HubError: If the file cannot be downloaded, or if the downloaded file differs from the Hub's metadata.
     """
     if reference.revision and COMMIT.fullmatch(reference.revision) and not checked:
         cached = _cached(reference, reference.revision)
@@ -269,7 +272,7 @@ def local_copy(reference: Reference, *, checked: bool = False) -> Path:
     if problem := _difference(path, remote, check_digest=True):
         path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
-        raise HubError(str(reference), f"the download differs from the file on the Hub: {problem}", "Download it again")
+        raise HubError(str(reference), f"the download differs from the file on the Hub: {problem}", "Try again")
     return path
 
 
@@ -296,8 +299,8 @@ def header_descriptor(reference: Reference, max_length: int) -> int:
             the file.
 
     Returns:
-        A file descriptor. It refers to the cached file if there is one, otherwise to a sparse temporary file with the
-        header and the size of the file on the Hub.
+        A file descriptor of the cached file or, if the file is not cached, of a sparse temporary file that contains the
+        header and has the size of the file on the Hub.
 
     Raises:
         HubError: If the file cannot be accessed.
@@ -323,12 +326,12 @@ def snapshot(repository: str, revision: str | None, kind: RepositoryKind = "mode
     """Returns the folder in huggingface_hub's cache that contains the downloaded files of a revision.
 
     Args:
-        repository: OWNER/NAME.
+        repository: Name of the repository, OWNER/NAME.
         revision: A branch, a tag or a commit; None for the main branch.
         kind: Kind of repository, "model" or "dataset".
 
     Returns:
-        The folder, or None if no file of the revision was downloaded.
+        The folder, or None if no file of the revision is in the cache.
     """
     from huggingface_hub import constants
 
@@ -346,7 +349,7 @@ def commit_of(address: str) -> str:
         address: `hf://owner/repo[@revision][/path]`.
 
     Returns:
-        The commit, or the commit of the cached files if the Hub cannot be reached.
+        The current commit or, if the Hub cannot be reached, the commit of the cached files.
 
     Raises:
         HubError: If there is no such repository or revision, or the Hub cannot be reached and nothing is cached.
@@ -365,7 +368,7 @@ def commit_of(address: str) -> str:
 
 
 def _resolve_remote(reference: Reference) -> RemoteFile | Path:
-    """Returns the Hub's metadata for a file, or the cached file if the Hub cannot be reached."""
+    """Returns the Hub's metadata for a file, or the path of the cached file if the Hub cannot be reached."""
     try:
         return resolve(reference)
     except HubError as error:
@@ -382,7 +385,7 @@ def _url(reference: Reference, revision: str | None) -> str:
 
 
 def _download_range(reference: Reference, remote: RemoteFile, start: int, stop: int) -> bytes:
-    """Downloads the bytes of a file from `start` up to but excluding `stop`. A shorter file is read to its end."""
+    """Downloads the bytes of a file from position `start` to `stop` (exclusive), or to the end of a shorter file."""
     stop = min(stop, remote.nbytes)
     if start >= stop:
         return b""
@@ -434,14 +437,14 @@ def _difference(path: Path, remote: RemoteFile, *, check_digest: bool) -> str | 
         A description of the first difference, or None if there is no difference.
     """
     if (size := path.stat().st_size) != remote.nbytes:
-        return f"it has {size} bytes, expected {remote.nbytes}"
+        return f"got {size} bytes, expected {remote.nbytes}"
     if check_digest and remote.sha256 and (digest := digest_of_file(path)) != remote.sha256:
-        return f"its bytes have SHA-256 {digest}, expected {remote.sha256}"
+        return f"got SHA-256 {digest}, expected {remote.sha256}"
     return None
 
 
 def digest_of_file(path: Path) -> str:
-    """Returns the SHA-256 of a file's content as hexadecimal digits."""
+    """Returns the SHA-256 of a file's content as 64 hexadecimal digits."""
     content = sha256()
     with path.open("rb") as stream:
         while chunk := stream.read(_CHUNK):

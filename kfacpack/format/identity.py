@@ -1,4 +1,4 @@
-"""Identifies and compares tasks, base models and functions as they are recorded in manifests.
+"""Identifies and compares the tasks, base models and functions that manifests record.
 
 `NAME@k/n` names the k-th part of a task whose classes are divided into n parts. A base model is identified by the bytes
 of the parameters that a bundle covers.
@@ -55,7 +55,7 @@ def _class_range(name: str) -> tuple[Fraction, Fraction]:
 WeightReader = Callable[[str], tuple[str, tuple[int, ...], memoryview] | None]
 """A function that takes the name of a parameter and returns its safetensors dtype, shape and bytes.
 
-It returns None if there is no parameter with this name.
+The function returns None if there is no parameter with this name.
 """
 
 
@@ -67,7 +67,7 @@ def weights_of_file(path: str | os.PathLike[str]) -> WeightReader:
 
     Returns:
         A function that takes the name of a parameter and returns its safetensors dtype, shape and bytes, or None if the
-        file does not contain it. The bytes are mapped into memory.
+        file does not contain the parameter. The bytes are mapped into memory.
 
     Raises:
         BundleError: If the file is not a valid safetensors file.
@@ -89,7 +89,7 @@ def describe(name: str, dtype: str, shape: tuple[int, ...], data: memoryview) ->
         name: Name in the state dict.
         dtype: Name of the dtype in safetensors.
         shape: Shape of the parameter.
-        data: Bytes of the parameter, row-major and little-endian.
+        data: Bytes of the parameter in row-major, little-endian order.
     """
     return Parameter(name=name, dtype=dtype, shape=shape, sha256=sha256(data).hexdigest())
 
@@ -106,7 +106,7 @@ def difference(expected: Parameter, weights: WeightReader) -> str | None:
     """
     parameter = weights(expected.name)
     if parameter is None:
-        return "is missing from these weights"
+        return "is missing from the model's weights"
     dtype, shape, data = parameter
     if dtype != expected.dtype:
         return f"has dtype {dtype}, expected {expected.dtype}"
@@ -118,11 +118,11 @@ def difference(expected: Parameter, weights: WeightReader) -> str | None:
 
 
 def function_difference(first: Function, second: Function) -> str | None:
-    """Compares the functions f, outputs of the base model, to which two curvatures or task vectors refer.
+    """Compares the model outputs f to which two curvatures or task vectors refer.
 
     Args:
-        first: Manifest entry of one function.
-        second: Manifest entry of the other function.
+        first: Manifest entry of the first function f.
+        second: Manifest entry of the second function f.
 
     Returns:
         A description of both functions if they differ, otherwise None. A `detail` that only one of them has is ignored.

@@ -1,6 +1,6 @@
 """The manifest of a bundle, as pydantic models. The JSON Schema in spec/ is generated from these classes.
 
-Unknown keys in a file are ignored, so that a later MINOR version can add keys; keys that must not be ignored are listed
+Unknown keys in a file are ignored, so that a later MINOR version can add keys. Keys that must not be ignored are listed
 under `requires`. The classes reject unknown arguments. Validation of a list stops at its first invalid item
 (FailFast), so that the error report of a malicious manifest stays small. This module does not import torch.
 """
@@ -47,18 +47,18 @@ _NAME_PATTERN, _TEXT_PATTERN = re.compile(_NAME), re.compile(_TEXT)
 
 
 def _safe_name(name: str) -> str:
-    """Checks that a name is safe to use in file names and tables: no control characters and no path traversal."""
+    """Returns a name after checking that it contains no hidden characters and that it is safe as part of a path."""
     if not _NAME_PATTERN.fullmatch(name) or _SURROGATE.search(name):
         raise ValueError(
-            f"{name[:80]!r} is not a valid name: expected 1 to 512 characters. Backslashes, control and hidden "
-            "characters, a drive letter, a leading '/' and the parts '.' and '..' are not allowed"
+            f"{name[:80]!r} is not a valid name: expected 1 to 512 characters. Backslashes, control characters, "
+            "hidden characters, drive letters, a leading '/' and the path components '.' and '..' are not allowed"
         )
     return name
 
 
 def _safe_text(text: str) -> str:
     if not _TEXT_PATTERN.fullmatch(text) or _SURROGATE.search(text):
-        raise ValueError(f"{text[:80]!r} is invalid: expected at most 4096 characters, without control or hidden ones")
+        raise ValueError(f"{text[:80]!r} contains control or hidden characters, or more than 4096 characters")
     return text
 
 
@@ -90,15 +90,15 @@ class Entry(BaseModel):
 
 
 class Parameter(Entry):
-    """A parameter of the base model that the curvature covers, as it was when the curvature was computed."""
+    """A parameter of the base model, identified by its name, dtype, shape and SHA-256."""
 
     name: Name
-    """Name in the state dict."""
+    """Name of the parameter in the state dict."""
     dtype: Annotated[StrictStr, Field(pattern=r"^[A-Z0-9_]{1,16}$")]
     """Name of the dtype in safetensors."""
     shape: Annotated[tuple[Dimension, ...], FailFast(), Field(max_length=8)]
     sha256: Digest
-    """SHA-256 of the bytes, row-major and little-endian."""
+    """SHA-256 of the parameter's bytes in row-major, little-endian order."""
 
 
 def base_digest(parameters: tuple[Parameter, ...]) -> str:
@@ -108,7 +108,7 @@ def base_digest(parameters: tuple[Parameter, ...]) -> str:
         parameters: The parameters that the curvature covers.
 
     Returns:
-        The SHA-256 of a text with four lines (name, dtype, shape, SHA-256) for each parameter, sorted by name.
+        The SHA-256 of four lines per parameter (name, dtype, shape and SHA-256), with the parameters sorted by name.
     """
     lines = (
         f"{p.name}\n{p.dtype}\n{'x'.join(map(str, p.shape))}\n{p.sha256}\n"
@@ -120,7 +120,7 @@ def base_digest(parameters: tuple[Parameter, ...]) -> str:
 class Base(Entry):
     """The base model, identified by the parameters that the curvature covers.
 
-    Two bundles are compatible if the parameters they share have equal digests. The names of the models do not matter.
+    Two bundles are compatible if the parameters that both cover have equal digests. The names of the models may differ.
 
     Example:
         >>> base = kp.identify(model, ["fc.weight", "fc.bias"], family="test", name="small")
@@ -132,7 +132,7 @@ class Base(Entry):
     name: Name
     """Name of the model within its family."""
     revision: Name | None = None
-    """Pretrained tag or commit."""
+    """Tag or commit of the pretrained weights."""
     sha256: Digest
     """Digest of the covered parameters; see `base_digest`."""
     parameters: Annotated[tuple[Parameter, ...], FailFast(), Field(min_length=1)]
@@ -148,7 +148,7 @@ class Base(Entry):
 
 
 class Function(Entry):
-    """The output f of the model. The curvature measures the change in f, linearised at the base model's parameters θ0.
+    """The output f of the model, linearised at the base model's parameters θ0. The curvature measures changes in f.
 
     Example:
         >>> kp.Function(output="embedding", normalized=True, width=512)
@@ -158,27 +158,27 @@ class Function(Entry):
     normalized: StrictBool
     """Whether f has unit Euclidean norm."""
     width: Side
-    """Number of components C of f."""
+    """The number C of components of f."""
     at: Literal["base"] = "base"
-    """The point of linearisation."""
+    """The point at which f is linearised: the parameters of the base model."""
     detail: Text | None = None
     """Additional description of f."""
 
 
 class OutputScale(Entry):
-    """The magnitude of f on the examples. In a merged curvature, both values are weighted means over its tasks."""
+    """Mean square and variance of f on the examples. In a merged curvature, both are weighted means over tasks."""
 
     mean_square: NonNegative
-    """E‖f‖²."""
+    """The mean square E‖f‖²."""
     variance: NonNegative
-    """E‖f − E f‖², with the divisor n − 1; 0 for a single example."""
+    """The variance E‖f − E f‖², with the divisor n − 1 for n examples; 0 if there is only one example."""
 
     @property
     def reference(self) -> float:
-        """The scale by which a drift of f is divided: the variance of f, but at least a thousandth of E‖f‖².
+        """The scale by which penalties divide the drift of f: the variance of f, but at least a thousandth of E‖f‖².
 
         The variance is used because a large constant part of f does not distinguish examples. The lower limit keeps the
-        scale from being close to zero if f is nearly constant.
+        scale away from zero if f is nearly constant.
         """
         return max(self.variance, self.mean_square / 1000)
 
@@ -208,14 +208,14 @@ REDUCE = Scaling(sharing="reduce", formula=FORMULAS["reduce"])
 
 
 class Estimate(Entry):
-    """The method by which the curvature was estimated: exactly, or with random probes at the output f.
+    """How the curvature was estimated: exactly, or with random probes at the output f.
 
     Example:
         >>> kp.Estimate(fisher="mc", probe="orthogonal", probes=1, seed=0)
     """
 
     fisher: Fisher
-    """`exact`, or `mc` for random probes."""
+    """`exact`, or `mc` (Monte Carlo) for random probes."""
     probe: Literal["gaussian", "rademacher", "orthogonal", "sampled"] | None = None
     """Distribution of the probes; set only for `mc`. `sampled` is used with the metric `kl`."""
     probes: Annotated[StrictInt, Field(ge=1, le=2**32)] | None = None
@@ -224,13 +224,13 @@ class Estimate(Entry):
     model_dtype: FloatType | None = None
     """Compute dtype of the model."""
     accumulation_dtype: FloatType | None = None
-    """Dtype in which the factors were summed."""
+    """Dtype in which the factors were accumulated."""
 
     @model_validator(mode="after")
     def _check_probes(self) -> Estimate:
         is_set = [value is not None for value in (self.probe, self.probes)]
         if not all(is_set) if self.fisher == "mc" else any(is_set):
-            raise ValueError("fisher 'mc' requires probe and probes; fisher 'exact' allows neither")
+            raise ValueError("fisher 'mc' requires probe and probes; fisher 'exact' allows neither of them")
         return self
 
 
@@ -248,14 +248,14 @@ class Source(Entry):
     split: Name | None = None
     preprocessing: Text | None = None
     examples: Count | None = None
-    """Number of examples used."""
+    """Number of examples from which the curvature or task vector was computed."""
     dataset_size: Count | None = None
     """Number of examples in the full split."""
     license: Text | None = None
 
 
 class Parent(Entry):
-    """One of the bundles from which a merged bundle was computed, identified by its digest."""
+    """A bundle from which a merged bundle was computed. It is identified by its digest."""
 
     sha256: Digest
     weight: StrictFloat
@@ -264,7 +264,7 @@ class Parent(Entry):
 
 
 class Merge(Entry):
-    """The merge rule and the merged bundles. If one of them was itself merged, its parents are listed in its place."""
+    """The merge rule and the bundles that were merged. A bundle that was itself merged is replaced by its parents."""
 
     rule: Name
     rank: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -281,10 +281,10 @@ RelativeError = Annotated[StrictFloat, Field(ge=0)]
 
 
 class Loss(Entry):
-    """The relative errors of one lossy step (a codec or merge rule), for one block or for all blocks together.
+    """The relative errors that a lossy step (a codec or merge rule) causes in one block, or in all blocks together.
 
     `frobenius` is the error of G in the Frobenius norm. `quadratic` is the error of the quadratic form τᵀGτ on random
-    task vectors τ, and `vector` is its error on a real task vector.
+    task vectors τ, and `vector` is the error of τᵀGτ on a real task vector.
     """
 
     step: Name
@@ -301,7 +301,7 @@ class Loss(Entry):
             **errors: The errors by field name; None for errors that were not measured.
 
         Returns:
-            The entry, with errors rounded to six significant digits because further digits depend on the processor.
+            The entry, with errors rounded to six significant digits, because further digits depend on the processor.
         """
         return cls(
             step=step, **{key: None if error is None else float(f"{error:.6g}") for key, error in errors.items()}
@@ -320,11 +320,11 @@ class About(Entry):
     base: Base
     function: Function
     output_scale: OutputScale | None = None
-    """Scale of f on the examples, by which penalties divide the drift of f. New in version 1.1."""
+    """Scale of f on the examples. Penalties divide the drift of f by this scale. Added in format version 1.1."""
     metric: Literal["kl"] | None = None
-    """`kl` if ½ τᵀGτ approximates the Kullback-Leibler divergence of the distribution over the vocabulary.
+    """`kl` if ½ τᵀGτ approximates the Kullback-Leibler divergence between distributions over the vocabulary.
 
-    By default, the metric is `l2`: τᵀGτ approximates the squared norm of the change in f. New in version 1.2.
+    If None, the metric is `l2`: τᵀGτ approximates the squared norm of the change in f. Added in format version 1.2.
     """
     scaling: Scaling = EXPAND
     estimate: Estimate | None = None
@@ -335,11 +335,11 @@ class About(Entry):
 
 
 class Piece(Entry):
-    """The position of a parameter, or of a slice of it, in the joined matrix of its block.
+    """The position of a parameter, or of a slice of a parameter, in the joined matrix of its block.
 
     `rows` selects a slice (start, stop) of the parameter's first dimension. By default, the whole parameter is used.
-    `view` turns the slice into a matrix: first dimension × all others, the transpose of that, or one column. `at` is
-    the row and column of the joined matrix at which the first element of the piece is located.
+    `view` reshapes the slice to a matrix (first dimension × all other dimensions), to its transpose, or to one column.
+    `at` is the position (row, column) of the first element of the slice in the joined matrix.
 
     Example:
         >>> kp.Piece(parameter="fc.bias", at=(0, 64))
@@ -368,7 +368,7 @@ class Piece(Entry):
 
 
 class Join(Entry):
-    """The arrangement of a block's parameters in one joined matrix, `rows` × `columns`. The pieces tile this matrix.
+    """The arrangement of a block's parameters in one joined `rows` × `columns` matrix. The pieces tile this matrix.
 
     Example:
         >>> weight, bias = kp.Piece(parameter="fc.weight"), kp.Piece(parameter="fc.bias", at=(0, 64))
@@ -393,7 +393,7 @@ class BlockEntry(Entry):
 
     name: Name
     operation: Name
-    """The operation that uses the parameters, such as linear."""
+    """The operation that uses the parameters, such as `linear`."""
     join: Join
     losses: Annotated[tuple[Loss, ...], FailFast()] = ()
     """Lossy steps that were applied to this block."""
@@ -406,14 +406,14 @@ class KroneckerEntry(BlockEntry):
     terms: Annotated[tuple[Term, ...], FailFast(), Field(min_length=1)]
 
     def references(self) -> Iterator[tuple[str, int]]:
-        """Yields the name of each matrix of this block and the side length that the matrix must have."""
+        """Yields the name and the required side length of each matrix of this block."""
         for term in self.terms:
             yield term.B, self.join.rows
             yield term.A, self.join.columns
 
 
 class DenseEntry(BlockEntry):
-    """A block G that is stored as one matrix. G is applied to the joined matrix, flattened row by row.
+    """A block G that is stored as one matrix. G is applied to a vector: the joined matrix, flattened row by row.
 
     With structure `diagonal`, only the diagonal of G is stored.
     """
@@ -422,7 +422,7 @@ class DenseEntry(BlockEntry):
     matrix: Name
 
     def references(self) -> Iterator[tuple[str, int]]:
-        """Yields the name of the matrix of this block and the side length that the matrix must have."""
+        """Yields the name and the required side length of the matrix of this block."""
         yield self.matrix, self.join.rows * self.join.columns
 
 
@@ -465,7 +465,7 @@ class Manifest(About):
     """Format version, MAJOR.MINOR."""
     scaling: Scaling
     requires: Annotated[tuple[Name, ...], FailFast()] = ()
-    """Features that a reader must support. Lists `metric` if the bundle has this key."""
+    """Features that a reader must support. They include `metric` if the key `metric` is set."""
     producer: Text | None = None
     """Software that wrote the file."""
     matrices: Annotated[tuple[MatrixEntry, ...], FailFast(), Field(min_length=1)]
@@ -482,7 +482,7 @@ class Manifest(About):
         return self
 
     def about(self) -> About:
-        """Returns the metadata without the matrices and blocks. The result is not validated again."""
+        """Returns the metadata without the matrices or blocks. The result is not validated again."""
         return About.model_construct(**{key: getattr(self, key) for key in About.model_fields})
 
     def with_digests(self, digests: Mapping[str, str]) -> Manifest:

@@ -1,7 +1,7 @@
 """Opens sealed files, such as bundles, and checks their integrity.
 
-Opening a file reads and validates its header only. Tensor bytes are read and checked on first access. The checks at the
-end of this module cover the tensors' digests, their values and the base model.
+When a file is opened, only its header is read and validated. Tensor bytes are read and checked on first access. The
+checks at the end of this module cover the digests and values of the tensors, and the base model.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from kfacpack.format.reference import FileLocation
 
     CheckProgress = Callable[[str, int, int], None]
-    """Callback that receives the name of a check, the number of items checked so far and the total number."""
+    """Callback that receives the name of a check, the number of checked items and the total number of items."""
 
 
 ManifestT = TypeVar("ManifestT", bound=BaseModel)
 
 _MAJOR = VERSION.split(".")[0]
-_UPGRADE = "Upgrade kfacpack to read it"
+_UPGRADE = "Upgrade kfacpack to read this file"
 _CHUNK = 2**20
 
 
@@ -79,13 +79,13 @@ class SealedFile:
     def manifest_json(self) -> dict[str, Any]:
         """The manifest as plain JSON values, including keys that are unknown to this version.
 
-        It is parsed on each access, to save memory when many files are open.
+        The manifest is parsed on each access, to save memory when many files are open.
         """
         return _read_manifest(self._container, self._keys)
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
-        """All tensors in the file, by name."""
+        """The dtype, shape and position of each tensor in the file, by name."""
         return self._container.tensors
 
     def bytes_of(self, name: str) -> memoryview:
@@ -98,26 +98,26 @@ class SealedFile:
             The bytes as a copy-on-write mapping of the file.
 
         Raises:
-            CorruptTensor: If the SHA-256 does not match or a value is not finite.
-            BundleError: If the file was modified or cannot be read.
+            CorruptTensor: If the SHA-256 does not match, or if a value is not finite.
+            BundleError: If the file has been modified since it was opened, or cannot be read.
         """
         self._require_intact(name)
         return self._container.bytes_of(name)
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Copies bytes `start` to `stop` of a tensor. The first access checks the whole tensor.
+        """Copies bytes `start` to `stop` of a tensor. The first access checks the tensor's SHA-256 and values.
 
         Args:
             name: Name of the tensor.
-            start: First byte, counted from the start of the tensor.
-            stop: End of the range, exclusive.
+            start: Index of the first byte to read, counted from the start of the tensor.
+            stop: Index at which to stop reading. The byte at this index is not read.
 
         Returns:
             A copy of the bytes.
 
         Raises:
-            CorruptTensor: If the SHA-256 does not match or a value is not finite.
-            BundleError: If the file was modified or cannot be read.
+            CorruptTensor: If the SHA-256 does not match, or if a value is not finite.
+            BundleError: If the file has been modified since it was opened, or cannot be read.
         """
         self._require_intact(name)
         return self._container.read(name, start, stop)
@@ -127,13 +127,13 @@ class SealedFile:
             raise CorruptTensor(self.path, problem, f"tensor {name!r}", download_again(self.path))
 
     def hash_problem(self, name: str) -> str | None:
-        """Compares a tensor's SHA-256 with the one in the manifest.
+        """Compares the SHA-256 of a tensor's bytes with the SHA-256 in the manifest.
 
         Args:
             name: Name of the tensor.
 
         Returns:
-            A description of the difference, or None if they are equal.
+            A description of the difference, or None if the two are equal.
         """
         return self._problems_of(name)[0]
 
@@ -151,7 +151,7 @@ class SealedFile:
     def _problems_of(self, name: str) -> tuple[str | None, str | None]:
         """Returns the results of `hash_problem` and `finite_problem`.
 
-        Both are computed on first use. The tensor is then read once, in chunks, so that memory use stays constant.
+        Both results are computed on first use. The tensor is read once, in chunks, so that memory use stays constant.
         """
         if name not in self._problems:
             content, first, spec = sha256(), None, self.tensors[name]
@@ -201,7 +201,7 @@ class Bundle(SealedFile):
 
     @property
     def dense_bytes(self) -> int:
-        """Size in bytes of all matrices as dense float32. Of a diagonal matrix, only the diagonal is counted."""
+        """Uncompressed size of all matrices in float32, in bytes. Of diagonal matrices, only the diagonal is stored."""
         return 4 * sum(LAYOUTS[matrix.form].full(matrix.side) for matrix in self.manifest.matrices)
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
@@ -213,14 +213,14 @@ def _check_seal(container: Container, keys: SealKeys) -> str:
     if keys.manifest not in container.metadata or keys.seal not in container.metadata:
         if other := next((kind for kind in KINDS if kind.manifest in container.metadata), None):
             raise BundleError(container.path, f"is a {other.kind}, expected a {keys.kind}", None, other.usage)
-        missing = f"its metadata has no {keys.manifest!r} or no {keys.seal!r}"
+        missing = f"its metadata has no {keys.manifest!r} key or no {keys.seal!r} key"
         problem = f"is a safetensors file, but not a {keys.kind}: {missing}"
-        raise BundleError(container.path, problem, None, "It may contain the weights of a model")
+        raise BundleError(container.path, problem, None, f"Pass a {keys.kind}; this file may contain model weights")
     stored = container.metadata[keys.seal]
     # The header is JSON, so the seal may contain any character, even an unpaired surrogate that cannot be encoded.
     is_unique = len(stored) == 64 and stored.isascii() and container.header.count(stored.encode()) == 1
     if not is_unique or seal(container.header, stored) != stored:
-        problem = f"its SHA-256 does not match the seal ({stored[:64]!r})"
+        problem = f"the SHA-256 of the header does not match the seal ({stored[:64]!r})"
         raise BundleError(container.path, problem, "header", download_again(container.path))
     return stored
 
@@ -228,7 +228,7 @@ def _check_seal(container: Container, keys: SealKeys) -> str:
 def _read_manifest(container: Container, keys: SealKeys) -> dict[str, Any]:
     """Parses the manifest and checks its version and required features."""
     text = container.metadata[keys.manifest].encode("utf-8", "replace")
-    remedy = "The seal matches, so the file was written this way; report the problem to its publisher"
+    remedy = "The seal matches, so the file was written this way; report the problem to the publisher of the file"
     manifest = parse_json(container.path, text, "manifest", remedy)
     version, requires = manifest.get("version"), manifest.get("requires", [])
     if not isinstance(version, str) or version.split(".")[0] != _MAJOR:
@@ -238,7 +238,7 @@ def _read_manifest(container: Container, keys: SealKeys) -> dict[str, Any]:
     # Values that are not strings may be unhashable, so they must not reach the set.
     unknown = [feature for feature in features if not isinstance(feature, str) or feature not in keys.features]
     if unknown:
-        problem = f"requires the unknown feature {short_repr(unknown[0])}"
+        problem = f"the file requires the unknown feature {short_repr(unknown[0])}"
         raise BundleError(container.path, problem, "manifest: requires", _UPGRADE)
     return manifest
 
@@ -265,7 +265,7 @@ def validated(path: FileLocation, manifest: dict[str, Any], kind: type[ManifestT
 
 
 def _key_path(value: Any, keys: tuple[int | str, ...]) -> str:
-    """Formats the path of a key in the manifest. List items are shown with names, as in matrices.3 'fc/B'.side."""
+    """Formats the path of a key in the manifest. List items are shown with their names: `matrices.3 'fc/B'.side`."""
     parts = []
     for key in keys:
         if isinstance(value, dict):
@@ -289,7 +289,7 @@ def _first_non_finite(data: bytearray, dtype: str) -> int | None:
 
 @dataclass(frozen=True)
 class CheckFailure:
-    """One item that failed a check."""
+    """An item that failed a check."""
 
     subject: str
     """The item, such as "tensor 'fc/B'" or "parameter 'fc.weight'"."""
@@ -307,7 +307,7 @@ class CheckResult:
     """Number of items that were checked."""
     failures: tuple[CheckFailure, ...]
     exempt: int = 0
-    """Number of items that the check does not apply to."""
+    """Number of items to which the check does not apply."""
 
 
 def run_check(
@@ -319,11 +319,11 @@ def run_check(
         name: Name of the check.
         subjects: Names of the items to check.
         failure: Function that takes the name of an item and returns its failure, or None if the item passes.
-        on_progress: Called before each item and at the end, with the name of the check, the number of items checked so
-            far and the total number.
+        on_progress: Called before each item and at the end, with the name of the check, the number of checked
+            items and the total number of items.
 
     Returns:
-        The number of items that were checked, and the failures.
+        The result of the check: the number of items that were checked, and the failures.
     """
     names = list(subjects)
     failures = []
@@ -343,11 +343,12 @@ def check_tensors(
     Args:
         name: Name of the check.
         bundle: The open file.
-        problem: Function that takes the name of a tensor and describes its problem, or returns None if it has none.
-        on_progress: Called with the name of the check, the number of items checked so far and the total number.
+        problem: Function that takes the name of a tensor and returns a description of its problem, or None if
+            the tensor passes the check.
+        on_progress: Called with the name of the check, the number of checked items and the total number of items.
 
     Returns:
-        The number of tensors that were checked, and the failures.
+        The result of the check: the number of tensors that were checked, and the failures.
     """
 
     def failure(tensor: str) -> CheckFailure | None:
@@ -358,15 +359,15 @@ def check_tensors(
 
 
 def check_model(bundle: Bundle, weights: WeightReader, on_progress: CheckProgress) -> CheckResult:
-    """Checks that a model's parameters are exactly those at which the curvature was computed.
+    """Checks that a model's parameters are equal to those at which the curvature was computed.
 
     Args:
         bundle: The open bundle.
         weights: Function that takes the name of a parameter and returns its safetensors dtype, shape and bytes.
-        on_progress: Called with the name of the check, the number of items checked so far and the total number.
+        on_progress: Called with the name of the check, the number of checked items and the total number of items.
 
     Returns:
-        The number of parameters that were checked, and the failures.
+        The result of the check: the number of parameters that were checked, and the failures.
     """
     parameters = {parameter.name: parameter for parameter in bundle.manifest.base.parameters}
 

@@ -58,7 +58,7 @@ class Address(NamedTuple):
     repository: str
     revision: str | None
     path: str | None
-    """A file or folder in the repository."""
+    """Path of a file or folder in the repository; None for the repository itself."""
 
 
 def parse_address(text: str) -> Address | None:
@@ -88,14 +88,14 @@ class Reference(os.PathLike[str]):
     """
 
     repository: str
-    """OWNER/NAME."""
+    """Name of the repository, OWNER/NAME."""
     file: str
     """Path of the file in the repository."""
     revision: str | None = None
     """A branch, a tag or a commit; None for the repository's main branch."""
     kind: RepositoryKind = "model"
     header_only: bool = False
-    """Whether only the header is read, in which case nothing else is downloaded."""
+    """Whether to read, and therefore download, only the header of the file."""
 
     def __post_init__(self) -> None:
         if any(part in ("", ".", "..") for part in self.file.split("/")) or "\\" in self.file:
@@ -152,10 +152,10 @@ def is_reference(path: str | os.PathLike[str]) -> bool:
 
 
 def locate(path: str | os.PathLike[str]) -> FileLocation:
-    """Converts a path or an `hf://` string to a `Path` or `Reference`.
+    """Converts a path or an `hf://` reference to a `Path` or a `Reference`.
 
     Args:
-        path: A path, a reference, or a string that contains either of them.
+        path: A path or a reference, as an object or as a string.
 
     Returns:
         A `Reference` if `path` names a file on the Hub, otherwise a `Path`.
@@ -178,7 +178,7 @@ def header_of(path: str | os.PathLike[str]) -> FileLocation:
     """Returns the location of a file. If the file is on the Hub, the location has `header_only` set.
 
     Args:
-        path: A path, a reference, or a string that contains either of them.
+        path: A path or a reference, as an object or as a string.
     """
     location = locate(path)
     return location.header if isinstance(location, Reference) else location

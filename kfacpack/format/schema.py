@@ -1,8 +1,8 @@
-"""Checks that a manifest is consistent with itself and with the tensors in its file. No tensor is read.
+"""Checks that a manifest is consistent with itself and with the tensors in its file. Tensor data is not read.
 
 `LAYOUTS` lists the tensors and shapes of every form in which a matrix can be stored. It is the torch-free counterpart
 of `kfacpack.curvature.matrices`. The values of a matrix are stored in its tensor `data`. If `data` has the dtype I8, a
-tensor `scale` contains one factor for each stored row.
+tensor `scale` contains one scaling factor for each stored row.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DTYPES = (*FLOATS, "I32", "I8")
 
 
 def triangle_length(side: int) -> int:
-    """Returns the number of elements in the lower triangle of a matrix with side length `side`, diagonal included."""
+    """Returns the number of elements in the lower triangle of a `side` × `side` matrix, including the diagonal."""
     return side * (side + 1) // 2
 
 
 def widest_block(side: int, count: int) -> int:
-    """Returns the side length ⌈side / count⌉ of the largest block of a matrix divided into `count` diagonal blocks."""
+    """Returns the side length ⌈side / count⌉ of the largest block if a matrix is split into `count` diagonal blocks."""
     return -(-side // count)
 
 
@@ -69,19 +69,22 @@ def _diagonal(n: int, data: Shape) -> Shapes:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """The tensors and shapes of a matrix that is stored in one of the forms, such as `packed`."""
+    """The layout of a form in which matrices are stored, such as `packed`: its tensors and their shapes."""
 
     shapes: Callable[[int, Shape], Shapes]
     """Function that computes the expected shape of every tensor from the side length and the actual shape of `data`.
 
-    The actual shape is an argument because it alone determines the number of blocks, columns or entries.
+    The actual shape of `data` is needed because it determines the number of blocks, columns or entries.
     """
     version: int = 1
     """Highest supported version of the form."""
     may_be_psd: bool = True
     """Whether a matrix of this form may be declared positive semi-definite."""
     count: int | None = None
-    """Index of the dimension of `data` that is the number in short names such as block:8, or None if they have none."""
+    """Index of the dimension of `data` whose size is the number in short names such as block:8.
+
+    None if short names of this form contain no number.
+    """
     full: Callable[[int], int] = lambda n: n * n
     """Function that computes the number of elements of an uncompressed matrix from its side length."""
 
@@ -97,7 +100,7 @@ LAYOUTS: Mapping[str, MatrixLayout] = {
 
 
 def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, TensorSpec]) -> None:
-    """Checks that a matrix has exactly the tensors that its form requires, without reading them.
+    """Checks that a matrix has exactly the tensors that its form requires, without reading their data.
 
     Args:
         path: The file, for error messages.
@@ -105,11 +108,11 @@ def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, T
         tensors: All tensors in the file, by name.
 
     Raises:
-        BundleError: If a tensor is missing, superfluous, or has the wrong shape or dtype.
+        BundleError: If a tensor is missing or unexpected, or has the wrong shape or dtype.
     """
     components = entry.components
     if duplicate := first_duplicate(tensor.component for tensor in entry.tensors):
-        raise BundleError(path, f"has two tensors for {duplicate!r}", where=f"matrix {entry.name!r}")
+        raise BundleError(path, f"has two tensors for {duplicate!r}, expected one", where=f"matrix {entry.name!r}")
 
     def invalid(problem: str, tensor: str | None = None) -> BundleError:
         return BundleError(path, problem, where=f"tensor {tensor!r}" if tensor else f"matrix {entry.name!r}")
@@ -118,7 +121,7 @@ def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, T
     if layout is None or entry.version > layout.version:
         supported = ", ".join(f"{form} {supported.version}" for form, supported in LAYOUTS.items())
         problem = f"has the form {entry.form!r}, version {entry.version}; expected one of {supported}"
-        raise BundleError(path, problem, where=f"matrix {entry.name!r}", remedy="Upgrade kfacpack to read it")
+        raise BundleError(path, problem, where=f"matrix {entry.name!r}", remedy="Upgrade kfacpack to read this file")
     if entry.psd and not layout.may_be_psd:
         raise invalid(f"is declared positive semi-definite, which is not allowed for a {entry.form!r} matrix")
     for component, tensor in components.items():
@@ -134,7 +137,7 @@ def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, T
     if data.dtype != "I8":
         expected.pop("scale", None)
     if expected.keys() != components.keys():
-        problem = f"a {entry.form!r} matrix of {data.dtype} requires tensors for {sorted(expected)}"
+        problem = f"a {entry.form!r} matrix of dtype {data.dtype} requires tensors for {sorted(expected)}"
         raise invalid(f"{problem}, got {sorted(components)}")
     for component, shape in expected.items():
         tensor = components[component]
@@ -165,7 +168,7 @@ class JoinedBlock(Protocol):
 
     @property
     def join(self) -> Join:
-        """The arrangement of the parameters of the block in one matrix."""
+        """The arrangement of the block's parameters in one joined matrix."""
 
 
 def check_consistency(path: FileLocation, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
@@ -177,7 +180,7 @@ def check_consistency(path: FileLocation, manifest: Manifest, tensors: Mapping[s
         tensors: All tensors in the file, by name.
 
     Raises:
-        BundleError: If tensors, matrices, blocks and parameters are inconsistent.
+        BundleError: If the tensors, matrices, blocks and parameters are not consistent with each other.
     """
     _check_listed_once(path, manifest, tensors)
     if duplicate := first_duplicate(matrix.name for matrix in manifest.matrices):
@@ -213,7 +216,7 @@ def coverage_problem(blocks: Sequence[JoinedBlock], shapes: Mapping[str, Shape])
     for block in blocks:
         for piece in block.join.pieces:
             if piece.parameter not in shapes:
-                return f"block {block.name!r}", f"covers {piece.parameter!r}, which the base model does not list"
+                return f"block {block.name!r}", f"covers {piece.parameter!r}, a parameter that `base` does not list"
             if problem := _piece_problem(piece, shapes[piece.parameter]):
                 return f"block {block.name!r}", problem
             covered[piece.parameter].append(piece.rows or (0, _length(shapes[piece.parameter])))
@@ -224,7 +227,7 @@ def coverage_problem(blocks: Sequence[JoinedBlock], shapes: Mapping[str, Shape])
         # Spans cover a parameter exactly once if each begins where the previous one ends.
         if [0, *(stop for _, stop in spans)] != [*(start for start, _ in spans), _length(shape)]:
             rows = [list(span) for span in spans[:8]]
-            problem = f"must be covered exactly once, but the blocks cover rows {rows} of shape {list(shape)}"
+            problem = f"must be covered exactly once, but the blocks cover the row ranges {rows} (shape {list(shape)})"
             return f"parameter {name!r}", problem
     return None
 
@@ -236,9 +239,10 @@ def _length(shape: Shape) -> int:
 
 def _piece_problem(piece: Piece, shape: Shape) -> str | None:
     if not shape and (piece.rows is not None or piece.view != "column"):
-        return f"{piece.parameter!r} is a scalar, which requires the view 'column' and no rows"
+        return f"{piece.parameter!r} is a scalar, which requires the view 'column' and no `rows`"
     if piece.rows is not None and not piece.rows[0] < piece.rows[1] <= shape[0]:
-        return f"invalid rows {list(piece.rows)} for {piece.parameter!r} of shape {list(shape)}"
+        expected = f"expected start < stop <= {shape[0]}"
+        return f"invalid rows {list(piece.rows)} for {piece.parameter!r} of shape {list(shape)}, {expected}"
     return None
 
 
@@ -256,7 +260,7 @@ def _tiling_problem(join: Join, shapes: Mapping[str, Shape]) -> str | None:
         tiles.append((piece.parameter, (top, left, bottom, right)))
     area = sum((bottom - top) * (right - left) for _, (top, left, bottom, right) in tiles)
     if area != join.rows * join.columns:
-        return f"its pieces fill {area} of the {join.rows * join.columns} elements of its matrix"
+        return f"its pieces fill only {area} of the {join.rows * join.columns} elements of the joined matrix"
     return None
 
 
@@ -275,14 +279,14 @@ def _check_listed_once(path: FileLocation, manifest: Manifest, tensors: Mapping[
 def _check_reference(
     path: FileLocation, matrices: Mapping[str, MatrixEntry], block: KroneckerEntry | DenseEntry, name: str, side: int
 ) -> None:
-    """Checks that a matrix to which a block refers exists and has the required side length and form."""
+    """Checks that the matrix `name` exists and has the side length and form that the block requires."""
     where = f"block {block.name!r}"
     if name not in matrices:
         raise BundleError(path, f"refers to the missing matrix {name!r}", where)
     if matrices[name].side != side:
         size = f"{block.join.rows}×{block.join.columns}"
         problem = f"its parameters form a {size} matrix"
-        problem += f", so {name!r} must have side length {side}, got {matrices[name].side}"
+        problem += f", so the matrix {name!r} must have side length {side}, got {matrices[name].side}"
         raise BundleError(path, problem, where)
     if block.structure == "diagonal" and matrices[name].form != "diagonal":
         problem = f"is diagonal, but {name!r} has the form {matrices[name].form!r}, expected 'diagonal'"

@@ -11,7 +11,7 @@ from kfacpack.errors import KfacpackError, printable
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 OnProgress = Callable[[int, int], None]
-"""Callback that receives the number of items done and the total number."""
+"""Callback that receives the number of items processed so far and the total number of items."""
 
 
 def parse_size(size: str | int, whole: int) -> int:
@@ -66,7 +66,7 @@ def format_number(value: float, std: float | None = None) -> str:
 
 
 def format_score(value: float, std: float | None = None) -> str:
-    """Formats a score between 0 and 1 with three decimals."""
+    """Formats a score between 0 and 1 with three decimal places."""
     return f"{value:.3f}" if std is None else f"{value:.3f} ± {std:.3f}"
 
 
@@ -88,14 +88,14 @@ def parse_alphas(text: str) -> list[float]:
         text: The values as written by the user: a number, a comma-separated list, or a range `from:to:step`.
 
     Returns:
-        The values in the order in which they are written. A range includes its end if a step reaches it.
+        The values in the order in which they are written. A range includes its end if a step reaches it exactly.
 
     Raises:
-        KfacpackError: If the text is invalid, or contains a value twice or too many values.
+        KfacpackError: If the text is invalid, contains a value twice, or contains too many values.
     """
     alphas = [alpha for part in text.split(",") for alpha in _alpha_range(part, text)]
     if len(alphas) > MAX_ALPHAS:
-        raise _invalid_alphas(text, f"more than {MAX_ALPHAS:,} values")
+        raise _invalid_alphas(text, f"contains more than {MAX_ALPHAS:,} values")
     if duplicates := [alpha for k, alpha in enumerate(alphas) if alpha in alphas[:k]]:
         raise _invalid_alphas(text, f"{duplicates[0]} occurs twice")
     return [float(alpha) for alpha in alphas]
@@ -114,7 +114,7 @@ def _alpha_range(part: str, text: str) -> list[Decimal]:
         raise _invalid_alphas(text, f"a range must be increasing, got {start} to {stop}")
     steps = (stop - start) / step
     if steps >= MAX_ALPHAS:
-        raise _invalid_alphas(text, f"more than {MAX_ALPHAS:,} values")
+        raise _invalid_alphas(text, f"contains more than {MAX_ALPHAS:,} values")
     return [start + k * step for k in range(int(steps) + 1)]
 
 
@@ -124,7 +124,7 @@ def _alpha_number(word: str, text: str) -> Decimal:
     except InvalidOperation:
         raise _invalid_alphas(text, f"{word.strip()!r} is not a number") from None
     if not number.is_finite() or abs(number) > MAX_ALPHA or (number and abs(number) < Decimal("1e-9")):
-        problem = f"{word.strip()} is out of range, expected 0 or a magnitude from 1e-9 to {MAX_ALPHA}"
+        problem = f"{word.strip()} is out of range, expected 0 or an absolute value from 1e-9 to {MAX_ALPHA}"
         raise _invalid_alphas(text, problem)
     return number
 

@@ -1,18 +1,19 @@
-"""The manifest of a task vector, which uses the same entry classes as that of a bundle. Does not import torch.
+"""The manifest of a task vector, as pydantic models. This module does not import torch.
 
 A task vector is a safetensors file. The change to a parameter is stored as a dense tensor under the parameter's own
-name. The head of task k, counted from 0 in the order of the manifest, is stored as `HEAD.k.weight`, of shape
-(classes, width of f), and `HEAD.k.bias`, of shape (classes,). All of these tensors are float32. `HEAD`, `FACTORS`,
+name. The head of task k, counted from 0 in the order of the manifest, is stored as `HEAD.k.weight`, with shape
+(classes, width of f), and `HEAD.k.bias`, with shape (classes,). All of these tensors are float32. `HEAD`, `FACTORS`,
 `REMAINDER` and `SPARSE` stand for the prefixes defined below.
 
 Since version 1.1, the change to parameter k, counted from 0 in the order of `base`, may instead be stored as a product
-U V of factors. For a parameter with m rows and n columns, these are `FACTORS.k.U`, of shape (m, r), and `FACTORS.k.V`,
-of shape (r, n). A dense change may have a remainder: `REMAINDER.k.index` and `REMAINDER.k.value`, both of shape
-(entries,), contain the indices of elements at which rounding makes base + change inexact, and the numbers to add there.
-A vector that was extracted from a checkpoint also lists that checkpoint.
+U V of factors. For a parameter with m rows and n columns, the factors are `FACTORS.k.U`, with shape (m, r), and
+`FACTORS.k.V`, with shape (r, n). A dense change may have a remainder, which corrects elements for which rounding
+makes base + change inexact. `REMAINDER.k.index` contains the indices of these elements, and `REMAINDER.k.value` the
+numbers to add to them. Both tensors have shape (entries,). A vector that was extracted from a checkpoint also lists
+that checkpoint.
 
-Since version 1.2, the change may be sparse: `SPARSE.k.mask`, of shape (⌈elements / 8⌉,), has one bit per element, and
-`SPARSE.k.value`, of shape (entries,), contains the elements whose bit is set. A file has the lowest version that
+Since version 1.2, the change may be sparse: `SPARSE.k.mask`, with shape (⌈elements / 8⌉,), has one bit per element, and
+`SPARSE.k.value`, with shape (entries,), contains the elements whose bits are set. A file has the lowest version that
 supports all of its features.
 """
 
@@ -53,26 +54,26 @@ from kfacpack.format.reference import SCHEME, parse_address
 VERSION = "1.2"
 """Format version of files that have sparse changes or the regime `sparse`; see `version_of` for other files."""
 HEAD = "kfacpack.head"
-"""Reserved prefix of the names of a head's tensors."""
+"""Reserved prefix for the names of the tensors of a head."""
 FACTORS = "kfacpack.factors"
-"""Reserved prefix for the names of factors."""
+"""Reserved prefix for the names of the tensors that store factors."""
 REMAINDER = "kfacpack.remainder"
-"""Reserved prefix for the names of a remainder's tensors."""
+"""Reserved prefix for the names of the tensors of a remainder."""
 SPARSE = "kfacpack.sparse"
-"""Reserved prefix for the names of a sparse change's tensors."""
+"""Reserved prefix for the names of the tensors of a sparse change."""
 
 HeadKind = Literal["auto", "text", "words", "prototypes"]
-"""How a head is built. "auto" selects a method that suits the model and the task."""
+"""Method by which a head is built. "auto" selects a method that suits the model and the task."""
 RegimeName = Literal["linear", "full", "attention", "sparse"]
 HeadOrigin = Literal["text", "prototypes", "words"]
 Feature = Literal["factors", "remainders", "sparse"]
-"""Optional features of a file. `sparse` was added in version 1.2, the others in 1.1."""
+"""Optional features of a file. `factors` and `remainders` were added in version 1.1, and `sparse` in version 1.2."""
 CheckpointKind = Literal["weights", "adapter"]
 Setting = StrictBool | StrictInt | StrictFloat | Text
 
 
 class Training(Entry):
-    """The training settings of a vector, sufficient to reproduce it."""
+    """The settings with which a vector was trained. They are sufficient to reproduce the vector."""
 
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
     settings: dict[Name, Setting] = Field(default_factory=dict)
@@ -90,7 +91,7 @@ class HeadEntry(Entry):
 
 
 class TaskEntry(Entry):
-    """A task that the vector contains."""
+    """A task of a vector: its data, its training settings and its head."""
 
     source: Source
     training: Training | None = None
@@ -103,7 +104,7 @@ class TaskEntry(Entry):
 
 
 class Addend(Entry):
-    """A vector that was added or merged, identified by its digest. If it was a sum, its addends are listed instead."""
+    """A vector that was added or merged, identified by its digest. For a sum, the addends are listed instead."""
 
     sha256: Digest
     coefficient: StrictFloat
@@ -119,7 +120,7 @@ class FileEntry(Entry):
 
 
 class CheckpointEntry(Entry):
-    """A fine-tuned checkpoint or adapter that a vector was extracted from. The folders of local files are omitted."""
+    """A fine-tuned checkpoint or adapter that a vector was extracted from. Local paths are recorded without folders."""
 
     name: Name
     """Name of the local file or folder, or `hf://[datasets/]owner/repo[/path]`."""
@@ -131,7 +132,7 @@ class CheckpointEntry(Entry):
 
     @property
     def location(self) -> str:
-        """The name of a local checkpoint, or `hf://[datasets/]owner/repo@commit[/path]` for one on the Hub."""
+        """The name of a local checkpoint, or `hf://[datasets/]owner/repo@commit[/path]` for a checkpoint on the Hub."""
         if not self.revision or not (address := parse_address(self.name)):
             return self.name
         path = f"/{address.path}" if address.path else ""
@@ -140,30 +141,30 @@ class CheckpointEntry(Entry):
 
 
 class SolvedBlock(Entry):
-    """A report on one block of parameters that a merge method with curvature has merged.
+    """A report on how a merge method with curvature merged one block of parameters.
 
-    The method minimises the objective Σ_t w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖², where W is the merged block, W_t
-    the block of task t, G_t its curvature, w_t its weight and W_0 the prior.
+    The method minimises the objective Σ_t w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖², where W is the merged block and
+    W_0 the prior. W_t is the block of task t, G_t its curvature and w_t its weight.
     """
 
     name: Name
     """Name of the block in the bundles or, if no bundle covers it, of the parameter."""
     curvature: StrictBool = True
-    """Whether a bundle covers the block; if not, the block takes the value of the prior."""
+    """Whether a bundle covers the block. If not, the merged block is equal to the prior."""
     iterations: Count = 0
-    """Number of iterations; 0 for a direct solution."""
+    """Number of iterations of the solver; 0 if the linear system was solved directly."""
     residual: NonNegative = 0.0
     """Norm of the residual of the linear system, relative to its right-hand side."""
     before: StrictFloat = 0.0
-    """Objective at the prior."""
+    """Value of the objective at the prior."""
     after: StrictFloat = 0.0
-    """Objective of the result."""
+    """Value of the objective for the merged block."""
     repaired: StrictBool = False
     """Whether negative eigenvalues of the block's matrices were set to zero."""
 
 
 class MethodEntry(Entry):
-    """The method that merged the addends, if they were not just added. An addend's `coefficient` is its α in `kp.add`.
+    """The merge method that produced a merged vector. An addend's `coefficient` is its α in `kp.add`.
 
     Example:
         >>> merged = kp.add(vectors, "curvature", bundles=bundles)
@@ -175,16 +176,16 @@ class MethodEntry(Entry):
     bundles: Annotated[tuple[Digest, ...], FailFast()] = ()
     """Digests of the bundles that the method used."""
     blocks: Annotated[tuple[SolvedBlock, ...], FailFast()] = ()
-    """A report on each block; empty for methods that do not solve for blocks separately."""
+    """One report for each block; empty for merge methods that do not report on individual blocks."""
 
     @property
     def solved(self) -> tuple[SolvedBlock, ...]:
-        """The reports on those blocks that were merged with curvature."""
+        """The reports on the blocks that were merged with curvature."""
         return tuple(block for block in self.blocks if block.curvature)
 
     @property
     def without_curvature(self) -> tuple[str, ...]:
-        """Names of the blocks and parameters that no bundle covers. They take the value of the method's prior."""
+        """Names of the blocks and parameters that no bundle covers. Their merged values are those of the prior."""
         return tuple(block.name for block in self.blocks if not block.curvature)
 
     @property
@@ -194,21 +195,21 @@ class MethodEntry(Entry):
 
     @property
     def max_iterations(self) -> int:
-        """The largest number of iterations of any block."""
+        """The maximum number of solver iterations over all blocks."""
         return max((block.iterations for block in self.blocks), default=0)
 
     @property
     def worst_residual(self) -> float:
-        """The largest relative residual of the linear systems of all blocks."""
+        """The maximum relative residual of the linear system over all blocks."""
         return max((block.residual for block in self.blocks), default=0.0)
 
     @property
     def objective(self) -> tuple[float, float]:
-        """The objective at the prior and the objective of the result, each summed over all blocks."""
+        """The objective at the prior and the objective after the merge, each summed over all blocks."""
         return sum(block.before for block in self.blocks), sum(block.after for block in self.blocks)
 
     def multiplied(self, factor: float) -> MethodEntry:
-        """Returns the entry for the merged vector multiplied by a factor.
+        """Returns the entry that describes the merged vector after multiplication by a factor.
 
         The objective is quadratic, so it is multiplied by the square of the factor.
 
@@ -231,9 +232,9 @@ class AboutVector(Entry):
     regime: RegimeName
     tasks: Annotated[tuple[TaskEntry, ...], FailFast()]
     addends: Annotated[tuple[Addend, ...], FailFast()] = ()
-    """The vectors that were added or merged; empty for a vector that was trained in one run."""
+    """The vectors that were added or merged; empty for a vector that was trained or extracted."""
     method: MethodEntry | None = None
-    """The method that merged the addends; None if they were just added, or if there are no addends."""
+    """The method that merged the addends; None if they were simply summed, or if there are no addends."""
     checkpoints: Annotated[tuple[CheckpointEntry, ...], FailFast()] = ()
     """The checkpoints from which the vector or its addends were extracted."""
 
@@ -257,19 +258,19 @@ class ParameterStorage(Entry):
     rank: Annotated[StrictInt, Field(ge=0, le=MAX_SIDE)] | None = None
     """Rank r of the factors; 0 means that the change is exactly zero and that nothing is stored."""
     remainder: Dimension | None = None
-    """Number of entries of the remainder."""
+    """Number of entries in the remainder."""
     entries: Dimension | None = None
     """Number of stored elements of a sparse change."""
 
     @model_validator(mode="after")
     def _check_form(self) -> ParameterStorage:
         if [self.rank, self.remainder, self.entries].count(None) != 2:
-            raise ValueError(f"{self.name!r}: expected exactly one of rank, remainder and entries")
+            raise ValueError(f"{self.name!r}: expected exactly one of the keys rank, remainder and entries")
         return self
 
     @model_serializer(mode="wrap")
     def _without_entries(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits `entries` if unset. It is new in version 1.2, and the bytes of files of version 1.1 must not change."""
+        """Omits `entries` if it is not set. Files of version 1.1 lack this key, and their bytes must not change."""
         return {key: value for key, value in handler(self).items() if key != "entries" or value is not None}
 
     @property
@@ -280,7 +281,7 @@ class ParameterStorage(Entry):
         return "remainders" if self.rank is None else "factors"
 
     def specs(self, number: int, shape: tuple[int, ...]) -> dict[str, Spec]:
-        """Returns the dtype and shape of each tensor in which the change is stored, by name.
+        """Returns the dtype and shape of each tensor in which the change is stored, by tensor name.
 
         Args:
             number: Index of the parameter in the manifest.
@@ -349,7 +350,7 @@ class VectorManifest(AboutVector):
                 raise ValueError(f"the {form} of {entry.name!r} has {count} entries, expected at most {size}")
             if entry.feature not in self.requires:
                 raise ValueError(
-                    f"the storage of {entry.name!r} uses {entry.feature!r}, which `requires` does not list"
+                    f"the storage of {entry.name!r} uses {entry.feature!r}, a feature that `requires` does not list"
                 )
         return self
 
@@ -372,7 +373,7 @@ class VectorManifest(AboutVector):
         return specs
 
     def index_limits(self) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-        """Returns the limits for the values of index tensors and bitmaps, which readers check.
+        """Returns the limits that readers check for the values of index tensors and bitmaps.
 
         Returns:
             Two dicts. The first maps the name of each index tensor to the number of elements of its parameter. The

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 ABANDONED_AFTER = 3600
-"""Seconds without a write after which an unfinished file counts as abandoned."""
+"""Number of seconds without a change after which an unfinished file counts as abandoned."""
 
 
 class SealedManifest(Protocol):
@@ -88,7 +88,7 @@ def write_bundle(
 def write_sealed(
     path: str | os.PathLike[str], manifest: SealedManifest, tensors: Mapping[str, Spec], keys: SealKeys
 ) -> Iterator[TensorWriter]:
-    """Writes a sealed file of any kind atomically. The caller checks that the manifest matches the tensors.
+    """Writes a sealed file of any kind atomically. The caller must check that the manifest matches the tensors.
 
     Args:
         path: The file to write.
@@ -209,7 +209,7 @@ def _sealed(header: bytes) -> bytes:
 
 
 def bundle_size(manifest: Manifest, tensors: Mapping[str, Spec]) -> int:
-    """Computes the size in bytes that a bundle would have. The size does not depend on the values of the tensors.
+    """Computes the size in bytes that a bundle would have. The values of the tensors are not needed.
 
     Args:
         manifest: The manifest.
@@ -221,7 +221,7 @@ def bundle_size(manifest: Manifest, tensors: Mapping[str, Spec]) -> int:
 
 @contextlib.contextmanager
 def replace_atomically(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Writes a file atomically: it appears under its name when the context ends without an exception.
+    """Writes a file atomically. The file appears under its name only when the context ends without an exception.
 
     Args:
         path: The file to write. An existing file is replaced and its permissions are kept.
@@ -260,7 +260,10 @@ def replace_atomically(path: str | os.PathLike[str]) -> Iterator[int]:
 def _target(path: str | os.PathLike[str]) -> Path:
     """Resolves symbolic links in a path and checks that a regular file can be written there."""
     if is_reference(path):
-        problem, remedy = "could not be written: it is on the Hub", "Write a local file, then run: kfacpack push"
+        problem, remedy = (
+            "could not be written: it is on the Hub",
+            "Write a local file, then upload it with kfacpack push",
+        )
         raise BundleError(path, problem, None, remedy)
     try:
         target = Path(path).resolve()
@@ -270,15 +273,15 @@ def _target(path: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, a deleted working directory
         raise BundleError(path, f"could not be written: {error}") from error
     if is_special or not target.name:
-        raise BundleError(path, "could not be written: it is a directory or a special file")
+        raise BundleError(path, "could not be written: it is a directory or a special file, expected a regular file")
     return target
 
 
 def _open_temporary(path: Path) -> tuple[int, bool]:
     """Opens a temporary file for writing. Returns its descriptor and whether the file already has the name `path`.
 
-    If the system supports it, the file has no name until it is complete. A killed process then leaves no file
-    behind, unless it is killed between linking and renaming.
+    If the system supports unnamed files, the file has no name until it is complete. A killed process then leaves no
+    file behind, unless it is killed between linking and renaming.
     """
     if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").exists():
         with contextlib.suppress(OSError):
@@ -298,7 +301,7 @@ def _link(descriptor: int, path: Path) -> None:
 
 
 def _remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes temporary files that interrupted writers of the same target left behind."""
+    """Removes temporary files that interrupted attempts to write the same target left behind."""
     for path in paths:
         with contextlib.suppress(OSError):  # another writer may have removed it in the meantime
             if time.time() - path.stat().st_ctime > ABANDONED_AFTER:
@@ -306,7 +309,7 @@ def _remove_abandoned(paths: Iterable[Path]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Syncs a folder so that a rename in it survives a crash. Errors are ignored: some file systems cannot do this."""
+    """Syncs a folder so that a rename in it survives a crash. Errors are ignored: not all file systems support this."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -326,7 +329,7 @@ def tensor_offsets(tensors: Mapping[str, Spec], start: int = 0) -> dict[str, Ten
 
     Args:
         tensors: Dtype and shape of every tensor by name.
-        start: Position of the first tensor.
+        start: Position of the first tensor in bytes.
 
     Returns:
         Dtype, shape and position of every tensor by name. Tensors with larger elements come first, so that each tensor
@@ -347,7 +350,7 @@ def _header(
     digests: Mapping[str, str],
     keys: SealKeys,
 ) -> bytes:
-    """Returns the length prefix and the header with a seal of zeros, padded to a multiple of eight bytes."""
+    """Returns the length prefix and the header of a sealed file, with zeros in place of the seal."""
     text = _compact_json(manifest.with_digests(digests).model_dump(mode="json", exclude_none=True))
     return _frame_header(path, tensors, {keys.seal: UNSEALED, keys.manifest: text}, [text], keys.kind)
 
@@ -359,9 +362,10 @@ def _frame_header(
     texts: Iterable[str],
     kind: str,
 ) -> bytes:
-    """Returns the length prefix and the header. Checks that the header does not exceed the limits for headers.
+    """Returns the length prefix and the header, after checking that the header is within the limits for headers.
 
-    The limit on the number of values also applies to each of `texts`, the JSON texts in the metadata.
+    The header is padded to a multiple of eight bytes. The limit on the number of JSON values also applies to each of
+    `texts`, the JSON texts in the metadata.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for name, spec in tensor_offsets(tensors).items():
@@ -371,8 +375,8 @@ def _frame_header(
     body += b" " * (-len(body) % 8)
     values = max(map(json_value_bound, (body, *(text.encode() for text in texts))))
     if len(body) > MAX_HEADER_BYTES or values > MAX_JSON_VALUES:
-        size = f"{len(body)} bytes and {values} values"
-        limits = f"{MAX_HEADER_BYTES} bytes and {MAX_JSON_VALUES} values"
+        size = f"{len(body)} bytes and {values} JSON values"
+        limits = f"{MAX_HEADER_BYTES} bytes and {MAX_JSON_VALUES} JSON values"
         problem = f"its header would have {size}, but at most {limits} are allowed"
         raise BundleError(path, problem, None, f"Split the content into several {kind}s")
     return len(body).to_bytes(8, "little") + body

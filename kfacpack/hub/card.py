@@ -1,7 +1,7 @@
 """Model cards and summaries of bundles and task vectors, generated from their manifests.
 
-The generated part of a card is between two marker comments and is replaced by every push. Text outside the markers and
-unknown metadata are kept.
+The generated part of a card lies between two marker comments and is replaced by every push. Text outside the markers
+and unknown metadata are kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
-    """Summarises a bundle for `inspect` and model cards.
+    """Summarises a bundle for `kfacpack inspect` and for model cards.
 
     Yields:
         Pairs of a label and a value.
@@ -47,7 +47,7 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
     if scale := manifest.output_scale:
         yield "scale of f", f"E‖f‖² = {scale.mean_square:.4g}, variance {scale.variance:.4g}"
     elif not (function.normalized or manifest.metric):
-        yield "scale of f", "not recorded; a penalty uses the absolute drift"
+        yield "scale of f", "not recorded; penalties use the absolute drift"
     if estimate:
         probe = f"{estimate.probe} probe{'s' if estimate.probes != 1 else ''} per example"
         probes = f"{estimate.probes} {probe}" if estimate.probes else None
@@ -72,7 +72,7 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
 
 
 def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
-    """Summarises a task vector for `inspect`, `pull` and model cards.
+    """Summarises a task vector for `kfacpack inspect`, `kfacpack pull` and model cards.
 
     Yields:
         Pairs of a label and a value.
@@ -89,7 +89,7 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
         )
         yield "merged", f"{method}: {abbreviate(parts)}"
     if manifest.checkpoints:
-        yield "extracted from", abbreviate(map(_summarise_checkpoint, manifest.checkpoints))
+        yield "extracted from", abbreviate(map(summarise_checkpoint, manifest.checkpoints))
     yield from _summarise_model(manifest.base, manifest.function)
     yield "regime", REGIME_DESCRIPTIONS.get(manifest.regime, manifest.regime)
     for task in manifest.tasks if len(manifest.tasks) == 1 else ():
@@ -110,15 +110,17 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
     yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
 
 
-def _summarise_checkpoint(checkpoint: CheckpointEntry) -> str:
+def summarise_checkpoint(checkpoint: CheckpointEntry) -> str:
     """Returns the location of a checkpoint and the beginning of the digest of its first file."""
-    more = f" and {len(checkpoint.files) - 1} more files" if len(checkpoint.files) > 2 else ""
     kind = "adapter " if checkpoint.kind == "adapter" else ""
-    return f"{kind}{checkpoint.location} (sha256 {checkpoint.files[0].sha256[:16]}…{more})"
+    more = len(checkpoint.files) - 1
+    # An adapter consists of weights and a config, so a single further file is expected.
+    others = "" if more == (1 if kind else 0) else f" and {more} more file{'s' if more > 1 else ''}"
+    return f"{kind}{checkpoint.location} (sha256 {checkpoint.files[0].sha256[:16]}…{others})"
 
 
 def _summarise_storage(manifest: VectorManifest) -> Iterator[str]:
-    """Yields a description of each form in which changes are stored, with the number of parameters in this form."""
+    """Yields one description for each storage form, with the number of parameters that are stored in this form."""
     ranks = [entry.rank for entry in manifest.storage if entry.rank]
     if ranks:
         span = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
@@ -133,12 +135,12 @@ def _summarise_storage(manifest: VectorManifest) -> Iterator[str]:
 
 
 REGIME_DESCRIPTIONS = {
-    "linear": "linear: trained and used in the linearised model",
-    "full": "full: all parameters of the model itself",
-    "attention": "attention: the attention layers of the model itself",
-    "sparse": "sparse: the least sensitive weights of the model itself",
+    "linear": "linear: trained and applied in the linearised model",
+    "full": "full: all parameters, without linearisation",
+    "attention": "attention: the attention layers, without linearisation",
+    "sparse": "sparse: the least sensitive weights, without linearisation",
 }
-"""Descriptions of the training regimes, by their names in manifests."""
+"""Descriptions of the training regimes, keyed by their names in manifests."""
 
 
 def _summarise_source(source: Source) -> Iterator[tuple[str, str]]:
@@ -165,7 +167,7 @@ def _summarise_model(base: Base, function: Function) -> Iterator[tuple[str, str]
 
 
 def relative_error(relative: float | None) -> str:
-    """Formats a relative error. None, which stands for an error that was not measured, becomes `not measured`."""
+    """Formats a relative error. None is formatted as `not measured`."""
     return "not measured" if relative is None else f"{relative:.2g}"
 
 
@@ -175,9 +177,9 @@ _GENERATED_SECTION = re.compile(r"<!-- kfacpack begins.*?-->.*?<!-- kfacpack end
 
 TAGS = ("kfac", "task-arithmetic")
 BASE_TAG, TASK_TAG = "kfac-base:", "kfac-task:"
-"""Prefixes of the tags for the base model and the tasks. The Hub's own tag `base_model` accepts only repositories."""
+"""Prefixes of the tags for the base model and the tasks. The Hub's own tag `base_model` accepts only Hub ids."""
 _MAX_SECTIONS = 64
-"""Maximum number of files that have a section of their own."""
+"""Maximum number of files that have their own section in a model card."""
 
 
 def card_for(
@@ -192,13 +194,13 @@ def card_for(
     """Creates or updates the model card of a repository.
 
     Args:
-        repository: Repository, `owner/repo`.
+        repository: Name of the repository, `owner/repo`.
         items: The bundles and task vectors of the repository.
         existing: Text of the current card, if there is one.
         revision: Branch from which the usage examples load the files.
-        license: License identifier for the metadata. By default, an existing one is kept.
-        base_model: Hub id of the base model for the metadata. By default, existing ids are kept and those that the
-            files record are added.
+        license: License identifier for the metadata. By default, an existing license is kept.
+        base_model: Hub id of the base model for the metadata. By default, existing ids are kept, and the ids of
+            the files' base models are added.
 
     Returns:
         The text of the card.
@@ -228,8 +230,8 @@ def _parse(repository: str, content: str) -> ModelCard:
     try:
         return ModelCard(content if content.lstrip().startswith("---") else f"---\n{{}}\n---\n{content}")
     except (ValueError, YAMLError) as error:
-        problem = f"the metadata at the top of its README.md cannot be parsed: {first_line(error)}"
-        raise HubError(repository, problem, "Correct the metadata on the Hub; the card's text will be kept") from error
+        problem = f"the metadata at the top of README.md cannot be parsed: {first_line(error)}"
+        raise HubError(repository, problem, "Correct the metadata on the Hub; the text will be kept") from error
 
 
 def _set_metadata(card: ModelCard, items: Sequence[Artifact], license: str | None, base_model: str | None) -> None:
@@ -248,7 +250,7 @@ def _set_metadata(card: ModelCard, items: Sequence[Artifact], license: str | Non
 
 
 def _listed(value: Any) -> list[str]:
-    """Converts a metadata value, which may be None, one string or several, to a list of strings."""
+    """Converts a metadata value, which may be None, a string or a list, to a list of strings."""
     return [] if value is None else [value] if isinstance(value, str) else [str(item) for item in value]
 
 
@@ -302,7 +304,7 @@ _DATASET_ID = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 
 
 def hub_id(base: Base) -> str | None:
-    """Returns the Hub id of a base model, or None if its weights are random or it is not known to be on the Hub."""
+    """Returns the Hub id of a base model, or None if the weights are random or the Hub id is not known."""
     if base.revision is None or base.revision.startswith("random-") or base.family not in _HUB_IDS:
         return None
     model_id = _HUB_IDS[base.family](base.name, base.revision)
@@ -311,7 +313,7 @@ def hub_id(base: Base) -> str | None:
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """Makes open_clip and timm importable, even if their dependency torchvision does not work."""
+    """Makes open_clip and timm importable, even if torchvision is a CUDA build and torch is CPU-only."""
     from kfacpack._compat import compiler_deferred, make_torchvision_importable
 
     with compiler_deferred():
@@ -353,11 +355,11 @@ _HUB_IDS: dict[str, Callable[[str, str], str | None]] = {
     "lm": _transformers_id,
     "hf": _transformers_id,
 }
-"""Functions that return the Hub id for a name and a revision, by model family."""
+"""For each model family, the function that takes the name and revision of a model and returns its Hub id."""
 
 
 def model_option(base: Base) -> str | None:
-    """Returns the value of the option `--model` for a base model, or None if the model family is unknown."""
+    """Returns the value of `--model` that selects a base model, or None if the model family is unknown."""
     from kfacpack.demo import EMBEDDED_MODELS
     from kfacpack.models.families import FAMILIES
 
@@ -381,8 +383,8 @@ def model_from_option(option: str) -> tuple[str, str]:
         option: The value of `--model`, such as `ViT-B-32/openai` or `timm:NAME`, or a Hub id.
 
     Returns:
-        The value without its prefix, and the Hub id. A value without a pretrained tag may be a name or a Hub id, so it
-        is returned as both.
+        The name, which is the value without its prefix, and the Hub id. A value without a pretrained tag may be a name
+        or a Hub id, so it is returned as both.
     """
     from kfacpack.models.families import split_spec
     from kfacpack.models.families.transformers_loading import public_name

@@ -45,16 +45,19 @@ class ImportResult:
     positions: int
     """Number of positions R per example in layers that process every token."""
     weights_compared: bool
-    """Whether the factors contain what is needed to verify that they were computed at the model's weights."""
+    """Whether it was verified that the factors were computed at the model's weights.
+
+    False if the files do not contain the factors that this check needs.
+    """
     left_out: tuple[tuple[str, str], ...]
-    """Files and parameters that were not imported, each with the reason."""
+    """Blocks, parameters and files that were not imported, each with the reason."""
 
 
 Importer = Callable[..., ImportResult]
 """A function that converts published factors into a bundle, with the arguments of `import_mammoth`."""
 
 
-DOWNLOAD_HINT = "download the files by other means and pass the folder"
+DOWNLOAD_HINT = "download the files by other means and pass the folder that contains them"
 
 
 class HubFolder(NamedTuple):
@@ -62,10 +65,10 @@ class HubFolder(NamedTuple):
 
     repository: str
     folder: str
-    """Path in the repository; empty for the whole repository."""
+    """Path of the folder in the repository; empty for the top-level folder."""
     revision: str | None
     cached: Path | None = None
-    """Local, possibly incomplete snapshot of the repository; set if the Hub cannot be reached."""
+    """Local snapshot of the repository, which may be incomplete; set only if the Hub cannot be reached."""
 
     def __str__(self) -> str:
         at = f"@{self.revision}" if self.revision else ""
@@ -95,7 +98,7 @@ def published_folder(source: str | Path) -> Path | HubFolder:
     text = str(source).rstrip("/")
     address = parse_address(text)
     if address is None or address.kind != "model":
-        raise KfacpackError(f"{printable(text)}: expected hf://owner/repo or hf://owner/repo/folder")
+        raise KfacpackError(f"{printable(text)}: invalid address; expected hf://owner/repo or hf://owner/repo/folder")
     inner, _, last = (address.path or "").partition("@")
     return HubFolder(address.repository, inner, address.revision or last or None)
 
@@ -124,7 +127,7 @@ def list_files(location: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]
 
 
 def fetch_files(location: Path | HubFolder, names: Iterable[str]) -> tuple[Path, str | None]:
-    """Makes files available in a local folder and downloads them if necessary.
+    """Makes files available in a local folder, downloading them if necessary.
 
     Args:
         location: Location of the files, as returned by `list_files`.
@@ -150,11 +153,11 @@ def fetch_files(location: Path | HubFolder, names: Iterable[str]) -> tuple[Path,
 
 WORKER = Path(__file__).with_name("unpickle_worker.py")
 TIMEOUT_SECONDS = 60
-"""CPU time limit of the worker process, excluding the time for reading the files; see `MIN_BYTES_PER_SECOND`."""
+"""CPU time limit of the worker process in seconds, not including the time to read the files."""
 MIN_BYTES_PER_SECOND = 20e6
-"""Assumed minimum reading speed. The CPU time limit is extended by the size of the files divided by this speed."""
+"""Assumed minimum reading speed. The time to read the files at this speed is added to the CPU time limit."""
 SINGLE_TENSOR = "tensor"
-"""Name of the tensor if a file contains a single tensor instead of a dictionary."""
+"""Name that is given to the tensor if a file contains a single tensor instead of a dictionary."""
 
 
 class UnpickledTensors:
@@ -162,7 +165,7 @@ class UnpickledTensors:
 
     Args:
         origin: The published file.
-        converted: The same tensors in a safetensors file.
+        converted: The safetensors file to which the tensors were converted.
     """
 
     def __init__(self, origin: Path, converted: Path):
@@ -171,7 +174,7 @@ class UnpickledTensors:
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Dtypes, shapes and positions by tensor name."""
+        """The dtype, shape and position of each tensor, by name."""
         return self._container.tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -182,14 +185,14 @@ class UnpickledTensors:
 
 @contextmanager
 def read_pickle(files: Mapping[str, Path], scratch: Path) -> Iterator[dict[str, UnpickledTensors]]:
-    """Reads the tensors in files written by `torch.save`, in a separate process.
+    """Reads tensors from files that were written by `torch.save`. Unpickling takes place in a separate process.
 
     Args:
-        files: Paths of the files. The keys are arbitrary.
+        files: Paths of the files, under arbitrary keys.
         scratch: Folder for temporary copies of the tensors. The copies are deleted on exit from the context.
 
     Yields:
-        The tensors of each file, under the key of the file.
+        The tensors of each file, under the same keys as in `files`.
 
     Raises:
         KfacpackError: If a file cannot be read, or contains anything but tensors.
@@ -211,12 +214,12 @@ def _require_archive(path: Path) -> None:
         raise KfacpackError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not start.startswith(b"PK\x03\x04"):
         kind = next((kind for magic, kind in MAGIC_BYTES.items() if start.startswith(magic)), "is not an archive")
-        expected = "expected an archive written by torch.save of PyTorch 1.6 or later"
+        expected = "expected an archive written by torch.save in PyTorch 1.6 or later"
         raise KfacpackError(f"{path}: {kind if start else 'is empty'}; {expected}. {DOWNLOAD_AGAIN}")
 
 
 def _run_worker(files: Mapping[str, Path], targets: Mapping[str, Path], folder: Path) -> None:
-    """Converts files to safetensors in a separate process with few environment variables and limited resources."""
+    """Converts files to safetensors in a separate process with a minimal environment and limited resources."""
     paths = list(files.values())
     seconds = TIMEOUT_SECONDS + int(sum(path.stat().st_size for path in paths) / MIN_BYTES_PER_SECOND)
     request = {

@@ -1,20 +1,21 @@
 """`kp.import_mammoth`: imports published Kronecker factors that have the layout of the framework mammoth.
 
-The factors of a task consist of five files, PREFIX_aaT.pt, _ggT.pt, _ffT.pt, _num_aaT.pt and _num_ggT.pt, with PREFIX =
-DATASET_task_NUMBER. The first three are dictionaries that map names of parameters of the vision tower to sums over N
-examples; the last two contain N. As in section 6 of the spec, R is the number of positions per example, a the input of
-a layer, g the gradient of sᵀf with respect to its output, and v the gradient of sᵀf with respect to the parameters:
+The factors of a task are stored in five files, PREFIX_aaT.pt, _ggT.pt, _ffT.pt, _num_aaT.pt and _num_ggT.pt, where
+PREFIX is DATASET_task_NUMBER. The first three files contain dictionaries that map parameter names of the vision tower
+to sums over N examples. The last two files contain N. As in section 6 of the spec, R is the number of positions per
+example, a the input of a layer, g the gradient of sᵀf with respect to the output of the layer, and v the gradient of
+sᵀf with respect to the parameters:
 
     aaT = Σ_n 1/R Σ_r a aᵀ     ggT = Σ_{n,s} 1/R Σ_r g gᵀ     for layers that process every token, biases joined
     aaT = Σ_n a aᵀ             ggT = Σ_{n,s} g gᵀ             for the output projection
     ffT = Σ_{n,s} v vᵀ                                        for norms and the class token
 
-The sums over s either run over M random Gaussian directions, without division by M, or over the C unit vectors. With
-w = 1/M in the first case and w = 1 in the second, A is aaT / N, and B is w R/N · ggT (w/N · ggT for the projection).
+The sums over s run either over M random Gaussian directions, without division by M, or over the C unit vectors. Let w
+be 1/M in the first case and 1 in the second. Then A is aaT / N, and B is w R/N · ggT (w/N · ggT for the projection).
 The block G of a norm or of the class token is w/N · ffT.
 
-The vision tower is OpenAI's implementation, in which attention consists of linear layers. Some of its parameter names
-therefore differ from open_clip's.
+Mammoth uses OpenAI's implementation of the vision tower, in which attention consists of linear layers. Some parameter
+names therefore differ from those in open_clip.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ KRONECKER = (
     (r"(transformer\.resblocks\.\d+)\.attn\.out_proj\.weight", r"\1.attn.proj.weight", "bias"),
     (r"(transformer\.resblocks\.\d+\.mlp\.c_(fc|proj))\.weight", r"\1.weight", "bias"),
 )
-"""Layers that process every token: open_clip's weight name, mammoth's name, and the last part of the bias name."""
+"""Layers that process every token: weight name in open_clip, name in mammoth, and last part of the bias name."""
 WHOLE = (
     (r"((transformer\.resblocks\.\d+\.ln_[12]|ln_pre|ln_post)\.(weight|bias))", r"\1", "layer_norm"),
     (r"class_embedding", "cls_token_layer.class_embedding", "token"),
 )
-"""Parameters whose block is one whole matrix: open_clip's name, mammoth's name, and the operation."""
+"""Parameters whose block is one whole matrix: name in open_clip, name in mammoth, and the operation."""
 PROJECTION, MAMMOTH_PROJECTION = "proj", "lin_proj.weight"
 ROUNDING = 1e-3
-"""Maximum relative rounding error that is expected for float32 sums over a whole dataset."""
+"""Maximum relative rounding error that is expected in float32 sums over a whole dataset."""
 OTHER_MODEL = "Pass the model with which the factors were computed"
 
 
@@ -80,7 +81,7 @@ class MammothLayer:
     operation: str
     join: Join
     mammoth_name: str
-    """Name in mammoth's files."""
+    """Name of the factors in mammoth's files."""
     positions: int
     """Number of positions R, or 1 if the sums are not divided by R."""
     kronecker: bool
@@ -103,7 +104,7 @@ def layers_of(model: Model) -> list[MammothLayer]:
     embedding = shapes.get(f"{TOWER}positional_embedding")
     if embedding is None or len(embedding) != 2 or f"{TOWER}class_embedding" not in shapes:
         problem = f"{model.name} has no vision tower for which factors are published"
-        expected = "expected a CLIP model: ViT-B-32/openai, ViT-B-16/openai or ViT-L-14/openai"
+        expected = "expected a CLIP model such as ViT-B-32/openai, ViT-B-16/openai or ViT-L-14/openai"
         raise KfacpackError(f"{problem}; {expected}")
     layers = [_layer(name, shape, shapes, embedding[0]) for name, shape in shapes.items()]
     return [layer for layer in layers if layer is not None]
@@ -114,7 +115,7 @@ def _layer(
 ) -> MammothLayer | None:
     """Returns the block of a parameter, or None if the parameter has no block of its own.
 
-    For example, a bias that is joined to its weight has none.
+    For example, a bias that is joined to its weight has no block of its own.
     """
     inner = name.removeprefix(TOWER)
     if inner == PROJECTION:
@@ -152,13 +153,13 @@ def examples_of(files: Mapping[str, UnpickledTensors]) -> int:
         tensors = files[part]
         spec = tensors.specs.get(SINGLE_TENSOR)
         if spec is None or spec.shape not in ((), (1,)):
-            raise KfacpackError(f"{tensors.origin}: expected one number, the number of examples")
+            raise KfacpackError(f"{tensors.origin}: is not a single number; expected the number of examples")
         value = float(tensors[SINGLE_TENSOR].reshape(()).double())
         if not isfinite(value) or value != int(value) or not 0 < value <= 2**53:
             raise KfacpackError(f"{tensors.origin}: records {value:g} examples, expected a positive integer")
         counts[part] = int(value)
     if counts["num_aaT"] != counts["num_ggT"]:
-        problem = f"records {counts['num_ggT']} examples for ggT, but there are {counts['num_aaT']} for aaT"
+        problem = f"records {counts['num_ggT']} examples for ggT, but the file for aaT records {counts['num_aaT']}"
         cause = "the files are not from the same run"
         raise KfacpackError(f"{files['num_ggT'].origin}: {problem}; {cause}. {DOWNLOAD_AGAIN}")
     return counts["num_aaT"]
@@ -174,10 +175,11 @@ def check(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothLayer],
         examples: The number of examples N.
 
     Returns:
-        Whether it was also checked that the factors were computed at the model's weights.
+        Whether it was verified that the factors were computed at the model's weights. False if the files do not contain
+        the factors that this check needs.
 
     Raises:
-        KfacpackError: If names, shapes or scaling do not match, or if the factors were computed at other weights.
+        KfacpackError: If names, shapes or scaling do not match, or if the factors were computed at different weights.
     """
     _check_names(files, layers, model)
     for layer in layers:
@@ -187,7 +189,7 @@ def check(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothLayer],
 
 
 def _check_names(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothLayer], model: Model) -> None:
-    """Checks that there are factors for every layer and no others."""
+    """Checks that the files contain factors for every layer of the model and for no other layers."""
     for part in ("aaT", "ggT", "ffT"):
         expected = {layer.mammoth_name for layer in layers if layer.kronecker == (part != "ffT")}
         tensors = files[part]
@@ -195,8 +197,9 @@ def _check_names(files: Mapping[str, UnpickledTensors], layers: Sequence[Mammoth
             problem = f"has factors for {unknown[0]!r}, which is not in {model.name}"
             raise KfacpackError(f"{tensors.origin}: {problem}. {OTHER_MODEL}")
         if missing := sorted(expected - set(tensors.specs)):
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            problem = f"has no factors for {missing[0]!r}{more}, which {model.name} needs"
+            others = len(missing) - 1
+            more = f" and {others} other layer{'s' if others > 1 else ''}" if others else ""
+            problem = f"has no factors for {missing[0]!r}{more} of {model.name}"
             raise KfacpackError(f"{tensors.origin}: {problem}. {OTHER_MODEL}")
 
 
@@ -205,7 +208,7 @@ def _check_shapes(files: Mapping[str, UnpickledTensors], layer: MammothLayer, mo
     for part, side in (("aaT", columns), ("ggT", rows)) if layer.kronecker else (("ffT", rows),):
         spec = files[part].specs[layer.mammoth_name]
         if spec.shape != (side, side) or not spec.dtype.endswith(("F16", "F32", "F64")):
-            problem = f"{layer.mammoth_name!r} is {spec.dtype} of shape {list(spec.shape)}"
+            problem = f"{layer.mammoth_name!r} has dtype {spec.dtype} and shape {list(spec.shape)}"
             expected = f"expected floats of shape {[side, side]} for {layer.name!r} of {model.name}"
             raise KfacpackError(f"{files[part].origin}: {problem}, {expected}. {OTHER_MODEL}")
 
@@ -241,9 +244,9 @@ def _compare_weights(files: Mapping[str, UnpickledTensors], model: Model) -> boo
     expected = projection @ files["ggT"][MAMMOTH_PROJECTION].double() @ projection.T
     gap = float((files["ffT"]["ln_post.bias"].double() - expected).norm() / expected.norm())
     if not gap <= 10 * ROUNDING:
-        problem = f"the factors were not computed at the weights of {model.name}: they differ from those implied by "
-        problem += f"its output projection by {gap:.2g} of their norm"
-        raise KfacpackError(f"{files['ffT'].origin}: {problem}. Pass the model and tag with which they were computed")
+        problem = f"the factors were not computed at the weights of {model.name}: their relative difference from the "
+        problem += f"factors that its output projection implies is {gap:.2g}, expected at most {10 * ROUNDING:g}"
+        raise KfacpackError(f"{files['ffT'].origin}: {problem}. {OTHER_MODEL}")
     return True
 
 
@@ -276,7 +279,7 @@ def block_of(files: Mapping[str, UnpickledTensors], layer: MammothLayer, example
         files: Tensors of the five files, by part.
         layer: The layer.
         examples: The number of examples N.
-        share: The factor w / N; see the description of this module.
+        share: The number w / N; see the docstring of this module.
     """
 
     def matrix(part: str, factor: float, positions: int | None) -> Dense:
@@ -297,7 +300,7 @@ FILE = re.compile(rf"(?P<prefix>.+_task_\d+)_(?P<part>{'|'.join(PARTS)})\.pt")
 TASKS = {
     "seq-8vision": ("stanford_cars", "dtd", "eurosat", "gtsrb", "mnist", "resisc45", "sun397", "svhn"),
 }
-"""For each name of a dataset in mammoth, the names of its tasks in the order of their numbers."""
+"""For each dataset in mammoth, the names of its tasks in the order of the task numbers."""
 
 
 def import_mammoth(
@@ -319,7 +322,8 @@ def import_mammoth(
         source: The folder with the files, or `hf://owner/repo/folder`.
         model: The model with which the factors were computed. Its weights are compared with the factors.
         output: The bundle to write.
-        task: Task name in the bundle. If the files belong to a dataset in `TASKS`, it also selects the files.
+        task: Name of the task in the bundle. If the files belong to a dataset in `TASKS`, the name also selects
+            the files.
         files: Common prefix of the names of the files, DATASET_task_NUMBER. Required if the folder contains several
             tasks and `task` does not select one of them.
         fisher: "mc" if the factors were computed with random directions, "exact" if they were computed with all
@@ -327,8 +331,8 @@ def import_mammoth(
         samples: Number of random directions for "mc". The files do not record this number.
         params: Names or patterns of the parameters to import. By default, all parameters are imported except those that
             the model family freezes.
-        dataset_size: Number of examples in the whole dataset, by which the task is weighted in a merge.
-        on_progress: Called with the number of tensors written so far and the total number.
+        dataset_size: Number of examples in the whole dataset. It determines the weight of the task in a merge.
+        on_progress: Called with the number of tensors written so far and the total number of tensors.
 
     Returns:
         A summary of the import.
@@ -384,7 +388,7 @@ def import_mammoth(
 
 
 def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequence[str] | None) -> list[MammothLayer]:
-    """Returns the layers whose parameters are selected. Of each layer, either all or no parameters must be selected."""
+    """Returns the layers whose parameters are selected. For each layer, all parameters or none must be selected."""
     selected = select_parameters(model.module, params, model.frozen)
     published = {name for layer in layers for name in layer.parameters}
     if params is None and (other := [name for name in selected if name not in published]):
@@ -404,11 +408,11 @@ def _require_samples(fisher: Fisher, samples: int | None) -> None:
     if fisher == "mc" and samples is None:
         raise KfacpackError(
             "`samples` is required: the files do not record the number of random directions, by which the sums must be "
-            "divided. It is mammoth's option fisher_num_samples_expectation, 1 by default; if this option was 0, set "
-            "fisher to exact"
+            "divided. Pass the value of mammoth's option fisher_num_samples_expectation, which is 1 by default; if "
+            "it was 0, set fisher to 'exact' instead"
         )
     if fisher == "exact" and samples is not None:
-        raise KfacpackError("`samples` cannot be combined with fisher exact, which uses all directions")
+        raise KfacpackError("`samples` cannot be combined with fisher 'exact', which uses all directions")
     if samples is not None and samples < 1:
         raise KfacpackError(f"samples {samples}: expected at least 1")
 
@@ -419,11 +423,11 @@ def _select_prefix(location: Path | HubFolder, names: Sequence[str], task: str |
     prefixes = sorted({match["prefix"] for match in matches}, key=lambda prefix: (len(prefix), prefix))
     if not prefixes:
         expected = "expected files such as seq-8vision_task_0_aaT.pt"
-        raise KfacpackError(f"{location}: contains no factors in the layout of mammoth; {expected}")
+        raise KfacpackError(f"{location}: contains no factors in mammoth's layout; {expected}")
     available = ", ".join(f"{prefix} ({name})" if (name := _task_of(prefix)) else prefix for prefix in prefixes)
     if files is not None:
         if files not in prefixes:
-            raise KfacpackError(f"{location}: no files begin with {printable(files)!r}; available: {available}")
+            raise KfacpackError(f"{location}: no files have the prefix {printable(files)!r}; available: {available}")
         return files
     if task is not None and any(task in TASKS.get(prefix.rpartition("_task_")[0], ()) for prefix in prefixes):
         prefixes = [prefix for prefix in prefixes if _task_of(prefix) == task]
@@ -477,4 +481,4 @@ def _left_out(
 
 
 IMPORTERS: dict[str, Importer] = {"mammoth": import_mammoth}
-"""Importers by the name of the layout that they read, as it is passed to `kfacpack import`."""
+"""Importers by the name of the layout that they read. `kfacpack import` accepts these names."""

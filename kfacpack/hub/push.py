@@ -43,11 +43,11 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 @dataclass(frozen=True)
 class PushedFile:
-    """A file that `push` uploads, unless it is unchanged."""
+    """A file that was passed to `push`, which uploads the file unless it is unchanged."""
 
     item: Artifact
     unchanged: bool
-    """Whether the repository already had the same bytes under this name."""
+    """Whether the repository already contained a file with the same name and content."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class PushResult:
     """Text of the model card."""
     card_changed: bool
     creates: bool
-    """Whether the repository did not exist before."""
+    """Whether the push creates the repository."""
     commit: str | None
-    """Id of the commit; None for a dry run, or if nothing had changed."""
+    """Id of the new commit; None for a dry run, or if there was nothing to upload."""
 
 
 def push(
@@ -81,21 +81,21 @@ def push(
     """Verifies files and uploads them with a model card in one commit.
 
     The repository is created if it does not exist. Files that the repository already has are not uploaded again, so
-    that an interrupted push can be repeated. If a card exists, its text outside the two marker comments is kept.
+    that an interrupted push can be repeated. If a card exists, its text outside the generated part is kept.
 
     Args:
         files: Paths of bundles and task vectors. The shards of a bundle are uploaded with its index.
-        repository: Repository, `owner/repo`.
+        repository: Name of the repository, `owner/repo`.
         private: Whether a newly created repository is private.
         revision: Branch to commit to; created if it does not exist. Defaults to the main branch.
-        message: Commit message. Defaults to the names of the uploaded files.
+        message: Commit message. Defaults to a message that lists the uploaded files.
         license: License identifier for the card's metadata, in the Hub's notation.
         base_model: Hub id of the base model for the card's metadata.
-        dry_run: Whether to prepare everything without uploading.
-        on_progress: Called with the name of a check, the number of items checked so far and the total number.
+        dry_run: Whether to verify the files and create the card without uploading anything.
+        on_progress: Called with the name of a check, the number of checked items and the total number of items.
 
     Returns:
-        The files, the model card and the commit of the upload.
+        The files, the model card and the id of the commit.
 
     Raises:
         KfacpackError: If there are no files, or if their names are invalid or not unique.
@@ -109,7 +109,7 @@ def push(
     name, at = parse_repository(repository)
     if at:
         remedy = "Pass the repository without @revision, and pass the branch as revision (--revision)"
-        raise HubError(repository, "a push does not accept @revision", remedy)
+        raise HubError(repository, "the repository name contains @revision, which a push does not accept", remedy)
     paths = [files] if isinstance(files, str | os.PathLike) else list(files)
     items = [(path, _open_artifact(path)) for path in paths]
     if not items:
@@ -148,7 +148,8 @@ def _open_artifact(path: str | os.PathLike[str]) -> Artifact:
     name = Path(path).name
     if not _SAFE_NAME.fullmatch(name) or not name.endswith(SUFFIXES):
         endings = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-        problem = f"the file name becomes part of a URL; expected letters, digits and -_.+, ending in {endings}"
+        expected = f"expected only letters, digits and -_.+ in the file name, and the ending {endings}"
+        problem = f"invalid file name; {expected}"
         raise KfacpackError(f"{printable(os.fspath(path))}: {problem}. Rename the file")
     return Artifact.of(path, name)
 
@@ -244,7 +245,7 @@ def _validate(name: str, card: str) -> None:
 
 
 def _rejection(answer: str) -> str:
-    """Extracts the error messages from the Hub's answer, which is JSON or plain text."""
+    """Extracts the error messages from the Hub's response, which is JSON or plain text."""
     try:
         return "; ".join(error["message"] for error in json.loads(answer)["errors"])
     except (ValueError, KeyError, TypeError):
@@ -256,7 +257,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PretrainedFormat:
-    """The default file name of curvatures or of task vectors, and the function that loads them."""
+    """The default file name and the load function for one kind of artifact (curvatures or task vectors)."""
 
     kind: Literal["bundle", "vector"]
     filename: str
@@ -310,16 +311,16 @@ def push_to_hub(
 
     Args:
         artifact: The curvature or task vector to upload.
-        repo_id: Repository, `owner/repo`.
+        repo_id: Name of the repository, `owner/repo`.
         filename: Name of the file in the repository. Defaults to `curvature.kfac` or `vector.safetensors`.
         revision: Branch to commit to; created if it does not exist. Defaults to the main branch.
         private: Whether a newly created repository is private.
-        commit_message: Commit message. Defaults to the names of the uploaded files.
+        commit_message: Commit message. Defaults to a message that lists the uploaded files.
         license: License identifier for the card's metadata.
         base_model: Hub id of the base model for the card's metadata.
 
     Returns:
-        The files, the model card and the commit of the upload.
+        The files, the model card and the id of the commit.
 
     Raises:
         HubError: If the repository cannot be written.
@@ -348,10 +349,10 @@ def from_pretrained(
             (`hf://owner/repo@revision/file`). An existing local path takes precedence over a repository.
         revision: Branch, tag or commit of the repository. Defaults to the main branch.
         filename: Name of the file in the directory or repository. Defaults to `curvature.kfac` or
-            `vector.safetensors`. If there is no such file, it defaults to the only curvature or task vector there.
+            `vector.safetensors`. If this default file does not exist, the only suitable file is loaded.
 
     Returns:
-        The artifact. Its tensors are read when they are used.
+        The artifact. Its tensors are read when they are first used.
 
     Raises:
         KfacpackError: If the source does not exist or contains no suitable file, or if several files are suitable.
@@ -366,7 +367,9 @@ def from_pretrained(
 def _load_local(source: str, revision: str | None, filename: str | None, storage: PretrainedFormat) -> Any:
     path = Path(source)
     if revision is not None:
-        raise KfacpackError(f"{printable(source)}: is a local path, to which revision {revision!r} does not apply")
+        raise KfacpackError(
+            f"{printable(source)}: is a local path, so revision {revision!r} does not apply; omit revision"
+        )
     if path.is_dir():
         return storage.load(path / (filename or _find_local(path, storage)))
     if filename is not None:
@@ -404,7 +407,7 @@ def _load_from_hub(source: str, revision: str | None, filename: str | None, stor
 
 
 def _find_local(directory: Path, storage: PretrainedFormat) -> str:
-    """Returns the default file name if a directory has this file, otherwise the name of the only file of this kind."""
+    """Returns the default file name if this file exists, otherwise the name of the directory's only suitable file."""
     if (directory / storage.filename).is_file():
         return storage.filename
     files = sorted(file.name for file in directory.iterdir() if file.name.endswith(SUFFIXES) and file.is_file())

@@ -1,4 +1,4 @@
-"""Repositories on the Hub, and the bundles and task vectors in them.
+"""Repositories on the Hub, and the bundles and task vectors that they contain.
 
 An `Artifact` is a bundle or a task vector in a repository, with its summary, verification and usage examples. `kp.pull`
 downloads files; `kp.search` finds repositories by the tags of model cards.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 _PLAIN_NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
-"""File names that are safe to print, to type and to create; names in a repository are untrusted."""
+"""Pattern of file names that are safe to print, type and create. Names in a repository are untrusted."""
 _REPOSITORY_NAME = re.compile(rf"(?:hf://(?:models/)?)?({REPOSITORY.pattern})(?:@(.+))?/?")
 
 
@@ -61,7 +61,7 @@ class RepositoryFile:
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A repository at one commit."""
+    """A repository on the Hub at a certain commit."""
 
     name: str
     commit: str
@@ -89,7 +89,7 @@ def parse_repository(text: str) -> tuple[str, str | None]:
     """Parses `owner/repo[@revision]`, with or without `hf://`.
 
     Returns:
-        The repository and the revision.
+        The name of the repository, and the revision or None.
 
     Raises:
         HubError: If the text is not the name of a repository.
@@ -108,12 +108,12 @@ def inspect_repository(name: str, revision: str | None, *, missing_ok: bool = Fa
     """Lists the files of a repository.
 
     Args:
-        name: Repository, `owner/repo`.
+        name: Name of the repository, `owner/repo`.
         revision: Branch, tag or commit. Defaults to the main branch.
         missing_ok: Whether to return None if the repository does not exist or is not visible to the user.
 
     Returns:
-        The repository at the current commit of the revision, or None as described for `missing_ok`.
+        The repository at the current commit of the revision, or None if it does not exist and `missing_ok` is set.
 
     Raises:
         HubError: If the repository cannot be read.
@@ -153,7 +153,7 @@ def pull(
 ) -> list[PullResult]:
     """Downloads bundles and task vectors from the Hub and verifies them.
 
-    Each file is checked against the SHA-256 recorded by the Hub and against the hashes in its own header, and is then
+    Each file is checked against the SHA-256 recorded by the Hub and against the digests in its own header, and is then
     written atomically. A damaged copy in the cache is downloaded again.
 
     Args:
@@ -161,7 +161,7 @@ def pull(
         files: Names of files in the repository. Defaults to all bundles and task vectors.
         output: Target directory or, if only one file is downloaded, target file. Defaults to the current directory.
         force: Whether to overwrite existing files that differ.
-        on_progress: Called with the name of a check, the number of items checked so far and the total number.
+        on_progress: Called with the name of a check, the number of checked items and the total number of items.
 
     Returns:
         The downloaded files.
@@ -258,7 +258,7 @@ def search(
     Args:
         base_model: The base model, either as a value of the option `--model` (ViT-B-32/openai, timm:NAME, or ViT-B-32
             for any pretrained tag) or as a Hub id.
-        task: Task name.
+        task: Name of a task.
         author: User or organisation.
         limit: Maximum number of repositories.
 
@@ -307,7 +307,7 @@ class Artifact(ABC):
 
     kind: ClassVar[Literal["bundle", "vector"]]
     label: ClassVar[str]
-    """Name of the kind in model cards."""
+    """Name of this kind of file in model cards."""
 
     name: str
     """File name in the repository."""
@@ -331,7 +331,7 @@ class Artifact(ABC):
         if VECTOR.manifest in container.metadata:
             return VectorArtifact(name, VectorFile(container))
         problem = "is a safetensors file, but neither a bundle nor a task vector"
-        raise BundleError(location, problem, None, "It may contain the weights of a model")
+        raise BundleError(location, problem, None, "It may contain model weights; pass a bundle or a task vector")
 
     @property
     def base(self) -> Base:
@@ -341,7 +341,7 @@ class Artifact(ABC):
     @property
     @abstractmethod
     def sources(self) -> tuple[Source, ...]:
-        """The datasets that the file records. A merged bundle records none, only the names of its parents' tasks."""
+        """The tasks and datasets that the file records. Empty for a merged bundle, which records only task names."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -375,10 +375,10 @@ class Artifact(ABC):
 
         Args:
             path: Local path of the file.
-            on_progress: Called with the name of a check, the number of items checked so far and the total number.
+            on_progress: Called with the name of a check, the number of checked items and the total number of items.
 
         Returns:
-            The results of the checks. Failures are recorded there and raise no error.
+            The results of the checks. A failed check is recorded in the results and does not raise an error.
         """
 
     def require_valid(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> None:
@@ -386,7 +386,7 @@ class Artifact(ABC):
 
         Args:
             path: Local path of the file.
-            on_progress: Called with the name of a check, the number of items checked so far and the total number.
+            on_progress: Called with the name of a check, the number of checked items and the total number of items.
 
         Raises:
             VerificationError: If a check fails.
@@ -399,7 +399,7 @@ class Artifact(ABC):
 
     @property
     def _model(self) -> str:
-        """The `--model` option for commands, with a leading space; or "" for the default model or an unknown family."""
+        """The `--model` option for commands, with a leading space. Empty for the default model and unknown families."""
         model = model_option(self.base)
         return "" if model in (None, "tiny") else f" --model {model}"
 
@@ -415,13 +415,13 @@ class BundleArtifact(Artifact):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The dataset on which the curvature was estimated. Empty for a merged bundle."""
+        """The task and dataset on which the curvature was estimated. Empty for a merged bundle."""
         source = self.file.manifest.source
         return (source,) if source else ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Name of the task of the bundle or, if the bundle was merged, names of the tasks of its parents."""
+        """The bundle's task or, if the bundle was merged, the tasks of its parents."""
         if merge := self.file.manifest.merge:
             return tuple(dict.fromkeys(parent.task for parent in merge.parents if parent.task))
         return super().tasks
@@ -457,7 +457,7 @@ class VectorArtifact(Artifact):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The datasets of all tasks that the vector contains."""
+        """The tasks and datasets of the vector."""
         return tuple(task.source for task in self.file.manifest.tasks)
 
     @property
@@ -477,7 +477,7 @@ class VectorArtifact(Artifact):
         return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{location}")', use]
 
     def verify(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> Verification:
-        """Checks the SHA-256 of all tensors, whether all values are finite, and whether stored indices are valid."""
+        """Checks that all SHA-256 digests match, all values are finite and all stored indices are valid."""
         file = VectorFile(path)
         checks = (
             check_tensors("sha256", file, file.hash_problem, on_progress),

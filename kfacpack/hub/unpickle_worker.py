@@ -2,10 +2,10 @@
 
     python -I unpickle_worker.py < request.json > answer.json
 
-It accepts only zip archives without compression. They are read by torch's restricted unpickler, which creates nothing
+The program accepts only uncompressed zip archives. They are read by torch's restricted unpickler, which creates nothing
 but tensors and containers. The tensors are mapped from the file and written as safetensors. Before the program opens a
-file, it limits its own memory, CPU time, file size and number of processes. It is started by `importer.py` and never
-imported.
+file, it limits its own memory, CPU time, file size and number of processes. The module is started by `importer.py` and
+never imported.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def main() -> None:
 
 
 def answer(**fields: Any) -> None:
-    """Writes the answer to stdout as a JSON object and exits from the process."""
+    """Writes the answer to stdout as a JSON object and exits."""
     sys.stdout.write(json.dumps(fields))
     sys.exit(0)
 
 
 def limit(largest: int, total: int, seconds: int) -> None:
-    """Limits the memory, CPU time, output size and number of processes of this process.
+    """Limits the memory, CPU time and output size of this process, and prevents it from starting other processes.
 
-    The limit on memory is the sum of the memory that is already mapped, mostly by torch, three times `largest`, and
-    `SPARE_MEMORY`.
+    The memory limit is the sum of the memory that is already mapped, which is mostly used by torch, of three times
+    `largest`, and of `SPARE_MEMORY`.
 
     Args:
         largest: Size of the largest input file in bytes.
@@ -91,7 +91,7 @@ def limit(largest: int, total: int, seconds: int) -> None:
 
 
 def require_plain_zip(path: str) -> None:
-    """Rejects archives that are damaged or compressed, or contain too many members or too much data."""
+    """Rejects archives that are damaged or compressed, have too many members, or declare too much data."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -106,11 +106,13 @@ def require_plain_zip(path: str) -> None:
         raise RefusedError(f"the member {compressed[0]!r} is compressed, which torch.save never does")
     size = Path(path).stat().st_size
     if (claimed := sum(member.file_size for member in members)) > size:
-        raise RefusedError(f"the members of the archive declare {claimed} bytes in total, but the file has {size}")
+        raise RefusedError(
+            f"the members of the archive declare {claimed} bytes in total, but the file has {size} bytes"
+        )
     for member in members:
         if member.filename.endswith(".pkl") and member.file_size > MAX_PICKLE_BYTES:
             problem = f"the member {member.filename!r} has {member.file_size} bytes"
-            raise RefusedError(f"{problem}, expected at most {MAX_PICKLE_BYTES}")
+            raise RefusedError(f"{problem}, expected at most {MAX_PICKLE_BYTES} bytes")
 
 
 def load(path: str) -> Any:
@@ -138,7 +140,7 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
         The tensors by name.
 
     Raises:
-        RefusedError: If the content is anything else, or a tensor is larger than its storage.
+        RefusedError: If the file contains anything else, or if a tensor is larger than its storage.
     """
     import torch
 
@@ -159,7 +161,7 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
         # With strides of zero, a tensor of any shape fits into a small storage, so its size must be checked.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise RefusedError(
-                f"the entry {name!r} has the shape {list(tensor.shape)}, which is larger than its storage"
+                f"the entry {name!r} has shape {list(tensor.shape)}, which requires more memory than its storage has"
             )
     return named
 

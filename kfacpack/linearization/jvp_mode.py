@@ -4,17 +4,18 @@ The dispatch mode runs below autograd, where a model is a sequence of operations
 casts, fused layers or custom functions it consists of. Every operation is computed once, together with its tangent:
 its change along τ. Autograd records the operation, but not the computation of the tangent.
 
-Most tangents come from torch's forward mode. Matrix products and convolutions have a rule here because torch's
-derivative does redundant work. Fused attention kernels have one because torch has no forward-mode derivative for them.
+Most tangents come from torch's forward mode. Matrix products and convolutions have rules here because torch's
+derivatives do redundant work. Fused attention kernels have rules because torch has no forward-mode derivative for them.
 
 The rules in `GRAPHLESS_RULES` save the setup time of torch's forward mode. They are used in passes that keep no graph.
-In passes that keep one, they would change the order of allocations, and glibc's heap would become more fragmented: on
-ViT-B/32, the peak resident memory of a step would exceed 1.2 × that of a plain step. If a pass may be recorded, layer
-norm has a rule as well, because torch's derivative of layer norm is compiled and cannot be recorded.
+In passes that keep a graph, these rules would change the order of allocations, and glibc's heap would become more
+fragmented: on ViT-B/32, the peak resident memory of a training step would be more than 1.2 times that of a step without
+tangents. If a pass may be recorded, layer norm has a rule as well, because torch's derivative of layer norm is compiled
+and cannot be recorded.
 
 A rule is called with the operation, a function that returns the tangent of a tensor (None for zero), and the arguments
-of the operation, of which at least one has a tangent. It returns the result of the operation, and the tangent of the
-result or, if there are several results, of the first.
+of the operation, of which at least one has a tangent. It returns the result of the operation and the tangent of the
+result. If the operation has several results, only the tangent of the first result is returned.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ aten = torch.ops.aten
 
 
 def product(operation: Any, tangent_of: TangentOf, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes ab and d(ab) = da b + a db, for a (..., n, k) and b (..., k, m)."""
+    """Computes a b and its tangent da b + a db, where a has shape (..., n, k) and b has shape (..., k, m)."""
     return operation(a, b), _product_tangent(tangent_of, None, a, b)
 
 
 def added_product(
     operation: Any, tangent_of: TangentOf, start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> tuple[Tensor, Tensor]:
-    """Computes β start + α ab, and its tangent."""
+    """Computes β start + α a b, and its tangent."""
     out = operation(start, a, b, beta=beta, alpha=alpha)
     d_start = tangent_of(start)
     if d_start is not None:
@@ -88,7 +89,10 @@ def _product_tangent(tangent_of: TangentOf, start: Tensor | None, a: Tensor, b: 
 def convolution(
     operation: Any, tangent_of: TangentOf, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
 ) -> tuple[Tensor, Tensor]:
-    """Computes a convolution and its tangent, for x (N, in, ...), weight (out, in / groups, ...) and bias (out)."""
+    """Computes a convolution and its tangent.
+
+    The shapes are (N, in, ...) for x, (out, in / groups, ...) for the weight and (out,) for the bias.
+    """
     out: Tensor = operation(x, weight, bias, *geometry)
     dx, d_weight = tangent_of(x), tangent_of(weight)
     d_bias = None if bias is None else tangent_of(bias)
@@ -103,7 +107,7 @@ def convolution(
 
 
 def attention(operation: Any, tangent_of: TangentOf, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-    """Computes softmax(s) v, where s = scale q kᵀ + mask, with a fused kernel, and its tangent explicitly.
+    """Computes softmax(s) v with a fused kernel, and its tangent with separate operations; s = scale q kᵀ + mask.
 
     q has shape (..., L, D); k and v have shape (..., S, D). The tangent of p = softmax(s) is dp = p (ds - <p, ds>).
 
@@ -144,9 +148,9 @@ def attention(operation: Any, tangent_of: TangentOf, *args: Any, **kwargs: Any) 
 
 
 def _sum_of_products(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-    """Computes the sum of the products a b over pairs of a (..., n, k) and b (..., k, m).
+    """Computes the sum of the products a b over pairs (a, b) with shapes (..., n, k) and (..., k, m).
 
-    Pairs that contain None are skipped. Each product is added in place to the sum of the previous ones.
+    Pairs that contain None are skipped. Each product is added in place to the sum of the previous products.
     """
     total: Tensor | None = None
     for a, b in pairs:
@@ -177,9 +181,9 @@ def layer_norm(
 ) -> tuple[Any, Tensor]:
     """Computes y = w x̂ + b with x̂ = (x - mean) / std over the last dimensions, and dy = w dx̂ + (dw x̂ + db).
 
-    The term in parentheses is another layer norm of x. The Jacobian of x̂ is symmetric, so dx̂ is what the backward
-    pass computes for the gradient dx. Each term takes one pass over the memory. Autograd treats the mean and 1 / std,
-    which the operation also returns, as constants.
+    The term in parentheses is another layer norm of x. The Jacobian of x̂ is symmetric, so dx̂ is the result
+    of the backward pass for the gradient dx. Each term takes one pass over the memory. Autograd treats the mean and
+    1 / std, which the operation also returns, as constants.
     """
     out, mean, inverse_std = operation(x, shape, weight, bias, eps)
     dx, d_weight, d_bias = (None if tensor is None else tangent_of(tensor) for tensor in (x, weight, bias))
@@ -253,7 +257,7 @@ GRAPHLESS_RULES: dict[Any, JvpRule] = {
 
 
 class TangentMap:
-    """Tangents by tensor. An entry is kept as long as its tensor is alive.
+    """Maps tensors to their tangents. An entry is kept as long as its tensor is alive.
 
     Only tensors that own memory have an entry. The tangent of a view is the same view of its base's tangent, so views
     and in-place writes need no bookkeeping.
@@ -271,7 +275,7 @@ class TangentMap:
     def get(self, tensor: Tensor) -> Tensor | None:
         """Returns the tangent of a tensor; None if it is zero.
 
-        Tensors that the model computes without gradient are constants for autograd, and therefore have a zero tangent.
+        Tensors that the model computes without gradients are constants for autograd, and therefore have a zero tangent.
         """
         base = base_of(tensor)
         tangent: Tensor | None = self._tangents.get(base)
@@ -323,7 +327,7 @@ def _empty_like(base: Tensor) -> Tensor:
 def _view_of_tangent(tangent: Tensor, view: Tensor, base: Tensor) -> Tensor:
     if view.dtype != base.dtype or view.is_conj() or view.is_neg():
         raise KfacpackError(
-            "cannot linearise a view with another dtype or a complex tensor; use real floating-point tensors"
+            "cannot linearise a complex tensor or a view with another dtype; use real floating-point tensors"
         )
     offset = view.storage_offset() - base.storage_offset() + tangent.storage_offset()
     return tangent.as_strided(view.shape, view.stride(), offset)
@@ -371,7 +375,7 @@ class JvpMode(DispatchMode):
                 raise KfacpackError(f"{problem}. Replace this operation with differentiable ones") from error
 
     def _nonzero_tangents(self, arguments: Any) -> dict[int, Tensor]:
-        """Returns the nonzero tangents of the arguments, by the id of their tensor."""
+        """Returns the nonzero tangents of all tensors in the arguments, by the id of the tensor."""
         tangents: dict[int, Tensor] = {}
         for tensor in _tensors(arguments):
             if (tangent := self._tangents.get(tensor)) is not None:
@@ -381,7 +385,7 @@ class JvpMode(DispatchMode):
         return tangents
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any, tangents: Mapping[int, Tensor]) -> Any:
-        """Computes the result and its tangent by torch's forward-mode derivative of this operation alone."""
+        """Computes the result of one operation and its tangent with torch's forward-mode derivative."""
         with forward_ad_below_autograd(visible=self._recorded):
             args, kwargs = _duals((args, kwargs), tangents)
             out = func(*args, **kwargs)
@@ -395,7 +399,8 @@ class JvpMode(DispatchMode):
         """Runs an operation that writes to its first argument, and updates the tangent of that argument."""
         target, *other_args = args
         if any(tensor is not target for tensor in written_arguments(func, args, kwargs)):
-            raise KfacpackError(f"cannot linearise {func}, because it writes to an argument other than the first")
+            problem = f"cannot linearise: {func} writes to an argument other than the first"
+            raise KfacpackError(f"{problem}. Replace this operation with one that does not write to its arguments")
         # The tangent is copied, because the operation modifies it as well.
         tangent = tangents[id(target)].clone() if id(target) in tangents else None
         if torch.Tag.inplace_view in func.tags:
@@ -417,7 +422,7 @@ class JvpMode(DispatchMode):
 
 @cache
 def _warm_up_forward_ad() -> None:
-    """Triggers torch's one-time compilation of some derivatives, and suppresses its DeprecationWarning."""
+    """Triggers torch's one-time compilation of some derivatives, and suppresses the DeprecationWarning it issues."""
     with warnings.catch_warnings(), forward_ad.dual_level():
         warnings.simplefilter("ignore", DeprecationWarning)
         forward_ad.make_dual(torch.zeros(1), torch.zeros(1))

@@ -1,9 +1,9 @@
 """Implements `kp.linearize`: the model f(x) + J(x) τ, which is linear in τ.
 
 Because the model is linear in τ, the gradient of a cost with respect to τ is Jᵀ u, where u is the gradient of the cost
-with respect to f + J τ. One ordinary backward pass of the base model computes it, starting from u. J τ itself needs no
-graph. A training step therefore consists of a forward pass with its graph, a tangent computed alongside without a
-graph, and a backward pass. The step needs as much memory as fine-tuning.
+with respect to f + J τ. One ordinary backward pass of the base model, starting from u, computes Jᵀ u. J τ itself
+needs no graph. A training step therefore consists of a forward pass with its graph, a tangent computed alongside
+without a graph, and a backward pass. The step needs about as much memory as a step of fine-tuning.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def linearize(
 ) -> Linearized:
     """Linearises a model in its parameters: `lin(batch, tau)` is f + J τ, differentiable in τ.
 
-    The model is used in eval mode; after a call, each module is in its previous mode again. If this torch version lacks
-    the private parts that the fast path needs, `torch.func.jvp` is used, with a `SlowLinearizationWarning`.
+    The model is used in eval mode, and the previous mode of each module is restored after a call. If this torch version
+    lacks the private functions that the fast path needs, `torch.func.jvp` is used instead, and a
+    `SlowLinearizationWarning` is issued.
 
     Args:
         model: A module, where f is `model(*batch)` of shape (N, C); or a model from `kp.load_model`, which defines f
@@ -96,9 +97,9 @@ def linearize(
         forward: Function that computes f from a batch, if f is not `model(*batch)`.
         trace: Whether calls are recorded once per shape of the batch and replayed without the model. The results are
             the same. Set it to False if f depends on Python state outside the model, such as a global variable.
-            Defaults to True, except for more than 50 million parameters on a CPU: the operations of such models take
-            longer than the Python code around them, and recording takes memory.
-        compile: Whether torch.compile compiles the recorded operations, with CUDA graphs on a GPU.
+            Defaults to True, except for models with more than 50 million parameters on a CPU: the operations of such
+            models take longer than the Python code around them, and recording needs additional memory.
+        compile: Whether to compile the recorded operations with torch.compile, using CUDA graphs on a GPU.
 
     Returns:
         The linearised model.
@@ -119,7 +120,7 @@ def linearize(
 class Linearized:
     """The function f(x) + J(x) τ of a module in eval mode.
 
-    τ is a dict that maps state-dict names to tensors with the shapes of the parameters; missing names count as zero.
+    τ is a dict that maps state-dict names to tensors with the shapes of the parameters. Missing tensors count as zero.
     The dtype of τ may differ from that of the parameters.
 
     Args:
@@ -168,7 +169,7 @@ class Linearized:
 
     @property
     def untraced(self) -> tuple[str, ...]:
-        """Reasons why calls with some shapes are not recorded and always run the model; empty if there are none."""
+        """Reasons why calls with certain shapes always run the model and are not recorded; empty if there are none."""
         return self._programs.refusals
 
     def zeros(self) -> dict[str, Tensor]:
@@ -359,7 +360,7 @@ class Linearization:
         self.f = f
         """Output f, (N, C)."""
         self.change = torch.zeros_like(self.f) if change is None else change
-        """Change in the output along τ, J τ, (N, C)."""
+        """J τ, the change in the output along τ, (N, C)."""
 
     def gradient(
         self,
@@ -398,7 +399,7 @@ class Linearization:
 
 
 class _LinearizedFunction(torch.autograd.Function):
-    """Computes f + J τ as a differentiable function of τ. Its backward pass is that of f."""
+    """Computes f + J τ as a differentiable function of τ. The backward pass is the backward pass of f."""
 
     @staticmethod
     def forward(ctx: Any, lin: Linearized, batch: ModelInput, names: tuple[str, ...], *values: Tensor) -> Tensor:
@@ -416,7 +417,7 @@ class _LinearizedFunction(torch.autograd.Function):
 
 
 class _ForwardModule(nn.Module):
-    """Calls a function that uses `module`, so that `functional_call` can replace the parameters of `module`."""
+    """Module that calls a function for which `functional_call` can replace the parameters of `module`."""
 
     def __init__(self, module: nn.Module, call: Callable[[], Tensor]) -> None:
         super().__init__()
@@ -448,7 +449,7 @@ def _detached(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Clears autocast's cache before and after a call because casts of other calls lack the tangents of this call."""
+    """Clears autocast's cache around a call, because tensors cast in another call lack the tangents of this call."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -488,4 +489,4 @@ def _save_nothing(tensor: Tensor) -> None:
 
 
 def _no_load(saved: None) -> Tensor:
-    raise AssertionError("f was computed without its graph")
+    raise AssertionError("f was computed without a graph")

@@ -12,9 +12,9 @@ A recording is valid for other batches of the same shapes only if the operations
 alone. `Recorder` therefore refuses steps that read values from a tensor, draw random numbers, use tensors of unknown
 origin, or write to parameters, buffers or the batch. There is one exception, because transformers checks whether a mask
 contains padding: Boolean tensors that are computed from the batch and from buffers may be read, and may select rows.
-They are the conditions of a program. Before each replay, the conditions are computed, and the program is replayed only
-if each of them has as many true elements as in the recorded call. If the values of the batch are also available on the
-CPU, the conditions are computed there, without waiting for the device.
+These tensors are the conditions of a program. Before each replay, the conditions are computed, and the program is
+replayed only if each of them has as many true elements as in the recorded call. If the values of the batch are also
+available on the CPU, the conditions are computed there, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _EXACT = frozenset((
     "logical_not", "logical_or", "lt", "masked_fill", "mul", "ne", "ones", "permute", "select", "slice", "squeeze",
     "sub", "sum", "t", "transpose", "unsqueeze", "view", "where", "zeros",
 ))  # fmt: skip
-"""Operations whose results for integers are the same on every device; other operations may break ties differently."""
+"""Operations whose integer results are the same on every device. Other operations may break ties differently."""
 
 
 class Operation(NamedTuple):
@@ -62,19 +62,20 @@ class Operation(NamedTuple):
     text: str
     """The call, such as `o3(v1, v2, (4, 8))`."""
     reads: tuple[int, ...]
-    """Value numbers of its arguments."""
+    """Numbers of the values that the call reads."""
     writes: tuple[int, ...]
-    """Value numbers of the arguments that it modifies."""
+    """Numbers of the values that the call modifies."""
     results: tuple[int, ...]
-    """Value numbers of its results."""
+    """Numbers of the values that the call returns."""
     target: str
-    """Left-hand side of the assignment of its results, such as `v4 = `."""
+    """Left-hand side of the assignment of the results, such as `v4 = `."""
 
 
 class Recorder(DispatchMode):
     """Dispatch mode that records all operations that run inside it.
 
-    Each tensor is assigned a value number. Only weak references to tensors are stored, so that none is kept alive.
+    Each tensor is assigned a value number. Only weak references to the results of operations are stored, so that the
+    recorder does not keep them alive.
 
     Args:
         inputs: Tensors that differ between calls: the tangents and the batch.
@@ -104,7 +105,7 @@ class Recorder(DispatchMode):
         self.seed = -1
         """Value number of u; -1 before the backward pass."""
         self.conditions: dict[int, int] = {}
-        """Boolean tensors on which the operations depend: the count of true elements, by value number."""
+        """Number of true elements in each Boolean tensor on which the operations depend, by value number."""
         self.inexact: set[int] = set()
         """Value numbers of results that may differ on another device."""
         self.inputs = [self._add_input(tensor) for tensor in inputs]
@@ -154,7 +155,7 @@ class Recorder(DispatchMode):
         return number
 
     def begin_backward(self, u: Tensor) -> None:
-        """Adds u, the input of the backward pass."""
+        """Marks the beginning of the backward pass, and adds its input u."""
         self.seed = self._add_input(u)
 
     def _new_number(self, tensor: Tensor, sources: Iterable[int] = ()) -> int:
@@ -320,7 +321,7 @@ class Program:
         self._gradients = gradients
         self._backwards: dict[tuple[str, ...], Callable[..., Any]] = {}
         self.conditions = tuple(recorder.conditions.values())
-        """Counts of true elements for which the program is valid; see `Recorder.conditions`."""
+        """Numbers of true elements for which the program is valid; see `Recorder.conditions`."""
         self._conditioned = self._inputs_of_conditions()
         self._count = {on_cpu: self._define_count(on_cpu=on_cpu) for on_cpu in (False, True)}
         state = recorder.state
@@ -361,7 +362,7 @@ class Program:
         """Computes f and J τ.
 
         Args:
-            inputs: Tangents and tensors of the batch, in the order of the recorded call. The list is emptied.
+            inputs: Tangents and tensors of the batch, in the order of the recorded call. The list may be cleared.
 
         Returns:
             f, J τ (None for zero), and the values for `backward`.
@@ -371,13 +372,13 @@ class Program:
         return results
 
     def outputs(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Computes f and J τ without the values for `backward`, which saves memory. Empties `inputs`."""
+        """Computes f and J τ without the values for `backward`, which saves memory. May clear `inputs`."""
         with self._context():
             f, change, _ = self._define_forward([])(inputs, self.state)
         return f, change
 
     def backward(self, saved: list[Tensor], u: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """Computes the gradients with respect to the named parameters. Empties `saved`."""
+        """Computes the gradients with respect to the named parameters. May clear `saved`."""
         selected = tuple(name for name in names if name in self._gradients)
         if selected not in self._backwards:
             self._backwards[selected] = self._define_backward(selected)
@@ -426,7 +427,7 @@ class Program:
     def _define(
         self, name: str, values: str, numbers: Sequence[int], lines: Iterable[str], *extra: str, on_cpu: bool = False
     ) -> Callable[..., Any]:
-        """Defines a function of a list of values, the state of the model, and `extra`; it may clear the list."""
+        """Defines a function of a list of values (which it may clear), the state of the model, and `extra`."""
         state = [self._name(number) for number in self._recorder.state]
         body = [
             f"[{', '.join(self._name(number) for number in numbers)}] = {values}",

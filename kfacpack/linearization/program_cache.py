@@ -2,13 +2,13 @@
 
 A program is valid for one signature: the shapes and dtypes of the batch, the names in τ, the autocast dtype, and
 settings of torch that select kernels. If a program has conditions (see `program`), there is a program for each of their
-outcomes. A program is also valid only for one state of the module: its submodules and attributes, including tensors,
-which are compared by identity. The values of these tensors may change.
+outcomes. In addition, a program is valid for only one state of the module: its submodules and attributes, including
+tensors, which are compared by identity. The values of these tensors may change.
 
 A signature is used three times before its program replaces the model. The first call is untraced, because many shapes
 occur only once. The second call is recorded. The third call runs both the model and the program, and the program is
-discarded unless their results agree. Calls that cannot be recorded stay untraced, for the reasons in
-`Linearized.untraced`.
+discarded unless their results agree. Calls that cannot be recorded stay untraced; `Linearized.untraced` lists the
+reasons.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _BASE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class ModuleState:
-    """The state of a module that may affect its output, apart from arguments and the values of tensors.
+    """Everything in a module that may affect its output, except for arguments and the values of tensors.
 
-    Attributes are compared by identity, as are the items of containers and the attributes of plain objects (such as a
-    config) that are attributes of a module.
+    Attributes are compared by identity. If an attribute is a container or a plain object (such as a config), its items
+    or attributes are also compared by identity.
 
     Args:
         module: Module whose state is stored.
@@ -113,7 +113,7 @@ _TYPES = (Tensor, nn.Parameter)
 
 
 def _container(value: Any) -> Any:
-    """Returns the mutable container of an object's items or attributes; None if the object has none."""
+    """Returns the mutable container of an object's items or attributes; None if there is no such container."""
     if isinstance(value, (dict, list, set)):
         return value
     if isinstance(value, (Tensor, nn.Module, type)) or callable(value):
@@ -186,14 +186,14 @@ class ProgramEntry:
         self._recordings = 0
         self._state: ModuleState | None = None
         self.program: Program | None = None
-        """The program; None before it is recorded."""
+        """The program; None if it has not been recorded or has been discarded."""
         self.verified = False
         """Whether the results of the program have been compared with those of the model, and agree."""
         self.refusal: str | None = None
         """Reason why calls with this signature stay untraced; None if they may be recorded."""
 
     def begin_use(self, module: nn.Module, forward: Callable[..., Any], *, at_once: bool) -> ModuleState | None:
-        """Counts a call. Returns the state of the module if the call should be recorded, else None.
+        """Counts a call. Returns the state of the module if the call should be recorded, otherwise None.
 
         Args:
             module: Module that is called.
@@ -206,7 +206,7 @@ class ProgramEntry:
         if self.refusal is not None or self.program is not None or (self._uses == 1 and not at_once):
             return None
         if self._recordings == _MAX_RECORDINGS:
-            self.discard("attributes of the model change between calls, or gradients are not computed")
+            self.discard("the attributes of the model change between calls, or gradients are never computed")
             return None
         self._recordings += 1
         state = ModuleState(module, forward)
@@ -228,11 +228,11 @@ class ProgramEntry:
         """
         self.verified = all(map(_agree, replayed, expected))
         if not self.verified:
-            self.discard("a recorded call gave a different f or J τ on another batch")
+            self.discard("the recorded operations gave a different f or J τ than the model on another batch")
         return self.verified
 
     def accept(self, program: Program | None, state: ModuleState, refusal: str | None) -> None:
-        """Stores a program that was recorded in a state of the module, or the reason why it cannot be used."""
+        """Stores a program and the module state in which it was recorded, or the reason why it cannot be used."""
         if refusal is not None:
             self.discard(refusal)
         elif self.program is None and state.holds():
@@ -284,7 +284,7 @@ class Gradient(Protocol):
     def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
         """Returns the gradients with respect to the parameters in `names`.
 
-        With `retain_graph`, the function can be called again.
+        If `retain_graph` is True, the function can be called again.
         """
 
 
@@ -314,7 +314,7 @@ class RecordedGradient:
 
     Args:
         gradient: Function that computes the gradient from the graph.
-        names: Names of all parameters for which gradients may be computed.
+        names: Names of all parameters with respect to which gradients may be computed.
         recorder: Recorder of the forward pass.
         finish: Function that is called with the gradients for all names.
     """
@@ -379,4 +379,5 @@ class ReplayedGradient:
 def modified_error() -> KfacpackError:
     """Returns the error for a saved tensor that was modified before the gradient was computed."""
     problem = "a tensor that the gradient needs was modified in place after it was used"
-    return KfacpackError(f"{problem}: either by the model itself, or by an update of its weights")
+    cause = "by the model itself or by an update of its weights"
+    return KfacpackError(f"{problem}, {cause}; compute the gradient before the weights are updated")

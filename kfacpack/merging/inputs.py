@@ -44,11 +44,11 @@ class MergeInput:
     curvature: Curvature
     """The curvature."""
     name: str
-    """Name in error messages: the path of the file, or the position among the inputs."""
+    """Name for error messages: the path of the file, or the position among the inputs."""
 
     @classmethod
     def of(cls, source: Mergeable, position: int) -> MergeInput:
-        """Wraps a curvature, or loads one from a path.
+        """Creates an input from a curvature or from the path of a bundle.
 
         Args:
             source: A curvature or the path of a bundle.
@@ -65,7 +65,7 @@ class MergeInput:
 
     @cached_property
     def parents(self) -> tuple[Parent, ...]:
-        """The original bundles that were merged into the input, with their weights; otherwise the input itself."""
+        """The bundles that were merged into the input, with their weights, or the input itself if it is not merged."""
         if merge := self.curvature.about.merge:
             return merge.parents
         task, size = (self.source.task, self.source.dataset_size) if self.source else (None, self._example_count())
@@ -83,7 +83,7 @@ class MergeInput:
 
     @property
     def dataset_size(self) -> int | None:
-        """Total size of the parents' datasets; None if the size of one of them is unknown."""
+        """Total size of the parents' datasets, or None if the size of any dataset is unknown."""
         sizes = [parent.dataset_size for parent in self.parents if parent.dataset_size is not None]
         return sum(sizes) if len(sizes) == len(self.parents) else None
 
@@ -113,7 +113,7 @@ def relative_weights(inputs: Sequence[MergeInput], weights: Sequence[float] | No
 
     Args:
         inputs: The inputs.
-        weights: One positive weight per input; only the ratios matter. If None, the dataset sizes are the weights.
+        weights: One positive weight per input. Only their ratios matter. If None, the dataset sizes are the weights.
 
     Returns:
         One factor per input.
@@ -124,7 +124,7 @@ def relative_weights(inputs: Sequence[MergeInput], weights: Sequence[float] | No
     shares = _dataset_sizes(inputs) if weights is None else _check_weights(inputs, weights)
     for item in inputs:
         if not item.tasks > 0:
-            problem = f"the weights of its parents sum to {item.tasks:g}, expected a positive number of tasks"
+            problem = f"the weights of its parents sum to {item.tasks:g}, expected a positive number"
             raise KfacpackError(f"{item.name}: {problem}")
     tasks = sum(item.tasks for item in inputs)
     return [tasks * share / sum(shares) / item.tasks for item, share in zip(inputs, shares, strict=True)]
@@ -148,13 +148,13 @@ def mean_output_scale(inputs: Sequence[MergeInput], factors: Sequence[float]) ->
 
 
 def scale_of_f(inputs: Sequence[MergeInput]) -> float:
-    """Returns the scale of f over the tasks of all bundles, which is 1 if f is normalised.
+    """Returns the scale of f over the tasks of all bundles. If f is normalised, the scale is 1.
 
-    The scale is a weighted mean, with the weights that the tasks have in the sum of all G. With the metric `kl`, it is
-    also 1, because the unit of this metric, nats, does not depend on the scale of f.
+    The scale is a weighted mean, with the weights that the tasks have in the sum of all G. With the metric `kl`, the
+    scale is also 1, because the unit of this metric, nats, does not depend on the scale of f.
 
     Args:
-        inputs: The bundles. Those that do not record their scale are assumed to have the mean scale of the others.
+        inputs: The bundles. A bundle that does not record its scale is assumed to have the mean scale of the others.
 
     Returns:
         The scale, or 0 if no bundle records it.
@@ -199,7 +199,7 @@ def _check_weights(inputs: Sequence[MergeInput], weights: Sequence[float]) -> li
     for item, weight in zip(inputs, weights, strict=True):
         if not isinstance(weight, int | float) or not (isfinite(weight) and _MIN_WEIGHT <= weight <= _MAX_WEIGHT):
             expected = f"expected a number from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}"
-            raise KfacpackError(f"{item.name}: its weight is {weight!r}, {expected}")
+            raise KfacpackError(f"{item.name}: the weight is {weight!r}, {expected}")
     return [float(weight) for weight in weights]
 
 
@@ -208,10 +208,10 @@ def check_compatible(inputs: Sequence[MergeInput], *, allow_partial: bool) -> No
 
     Args:
         inputs: The inputs.
-        allow_partial: Whether blocks may be missing in some inputs.
+        allow_partial: Whether blocks may be missing from some inputs.
 
     Raises:
-        KfacpackError: If two inputs are incompatible. The message names both and the difference.
+        KfacpackError: If two inputs are incompatible. The message names both inputs and describes the difference.
     """
     check_addable(inputs)
     _check_blocks(inputs, allow_partial)
@@ -221,7 +221,8 @@ def check_addable(inputs: Sequence[MergeInput]) -> None:
     """Checks that the quadratic forms of the inputs can be added, regardless of their blocks.
 
     Raises:
-        KfacpackError: If f, the scaling or the base model differs, or if two inputs contain the same bundle.
+        KfacpackError: If the inputs differ in f, the metric, the scaling or the base model, or if two inputs contain
+            the same bundle.
     """
     first, *others = inputs
     for other in others:
@@ -285,15 +286,15 @@ def _check_parents(inputs: Sequence[MergeInput]) -> None:
                 other, task = seen[parent.sha256], parent.task or "TASK"
                 merged = other.curvature.about.merge or item.curvature.about.merge
                 subtract = f"Subtract it from a merged bundle with kfacpack merge --without {task} (without={task!r})"
-                remedy = subtract if merged else "Pass it once"
+                remedy = subtract if merged else "Pass it only once"
                 raise _incompatible(other, item, f"both contain {bundle}, which would be counted twice", remedy)
             seen[parent.sha256] = item
 
 
 def check_tasks(inputs: Sequence[MergeInput]) -> None:
-    """Checks that no task occurs in two inputs, even if one of them is compressed or estimated from other examples.
+    """Checks that no task occurs in two inputs, even if their curvatures differ, for example because of compression.
 
-    A class split of a task (NAME@k/n) also overlaps with the whole task.
+    A class split of a task (NAME@k/n) overlaps with the task itself.
 
     Raises:
         KfacpackError: If two inputs share a task or classes of a task.
@@ -302,13 +303,13 @@ def check_tasks(inputs: Sequence[MergeInput]) -> None:
     for item in inputs:
         for task in {parent.task: None for parent in item.parents if parent.task}:
             if task in seen:
-                remedy = "Pass only one of them. To join estimates from different examples, use the rule 'shards'"
+                remedy = "Pass only one of them. To combine estimates from different examples, use the rule 'shards'"
                 problem = f"both contain the task {task!r}, which would be counted twice"
                 raise _incompatible(seen[task], item, problem, remedy)
             others = (name for name, owner in seen.items() if owner is not item and share_classes(name, task))
             if other := next(others, None):
                 problem = f"contain {other!r} and {task!r}, whose common classes would be counted twice"
-                remedy = "Pass only one of them, or class splits without common classes"
+                remedy = "Pass only one of them, or pass class splits without common classes"
                 raise _incompatible(seen[other], item, problem, remedy)
             seen[task] = item
 
@@ -325,17 +326,17 @@ def _check_blocks(inputs: Sequence[MergeInput], allow_partial: bool) -> None:
             other = owner.setdefault(name, item)
             first_block = other.blocks[name]
             if first_block.join != block.join:
-                raise _incompatible(other, item, f"join different parameters in the block {name!r}")
+                raise _incompatible(other, item, f"join parameters differently in the block {name!r}")
             if len(first_block.structure.sides) != len(block.structure.sides):
-                problem = f"store the block {name!r} differently, one as Kronecker factors and one as a whole matrix"
+                problem = f"store the block {name!r} differently: one as Kronecker factors, the other as a whole matrix"
                 raise _incompatible(other, item, problem)
     for item in inputs:
         missing = [name for name in owner if name not in item.blocks]
         if missing and not allow_partial:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            more = f" ({len(missing)} missing blocks in total)" if len(missing) > 1 else ""
             other = owner[missing[0]]
             raise KfacpackError(
-                f"{item.name} lacks the block {missing[0]!r}{more}, which {other.name} has. {_ALLOW_PARTIAL}"
+                f"{item.name} does not have the block {missing[0]!r}, which {other.name} has{more}. {_ALLOW_PARTIAL}"
             )
 
 

@@ -1,8 +1,8 @@
-"""`kp.merge`: merges the curvatures of many tasks into one that approximates Σ w_t G_t, and measures the error.
+"""`kp.merge`: merges the curvatures of many tasks into a curvature that approximates Σ w_t G_t, and measures the error.
 
 The error of a block is Σ_st C_st B_s ⊗ A_t, where C is diag(w) minus the coefficients that the rule chooses. If X and Y
-are the coordinates (see `strips.py`) of the matrices B and A, the norm of the error equals that of Xᵀ C Y, so no
-Kronecker product is ever formed.
+are the coordinates (see `strips.py`) of the matrices B and A, the norm of the error equals the norm of Xᵀ C Y.
+Therefore, no Kronecker product is formed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BlockMergeReport:
     name: str
     """Name of the block; empty for the total of all blocks."""
     terms: int
-    """Total number of terms of all inputs."""
+    """Number of terms of the block, summed over all inputs."""
     missing: tuple[str, ...] = ()
     """Inputs that do not have the block."""
     norm: float = 0.0
@@ -53,7 +53,7 @@ class BlockMergeReport:
     error: float = 0.0
     """Norm of the difference between the exact sum and the merged block."""
     bound: float = 0.0
-    """The paper's bound on the error, T σ_A σ_B, with the standard deviations of the factors over the T tasks."""
+    """The paper's bound on the error, T σ_A σ_B, where σ_A and σ_B are standard deviations of A and B over T tasks."""
 
     @property
     def frobenius(self) -> float:
@@ -79,7 +79,7 @@ class MergeReport:
 
     @property
     def total(self) -> BlockMergeReport:
-        """One report that combines the norms, errors and bounds of all blocks."""
+        """A single report that combines the norms, errors and bounds of all blocks."""
         norm, error, bound = (
             hypot(*(getattr(block, key) for block in self.blocks)) for key in ("norm", "error", "bound")
         )
@@ -88,7 +88,7 @@ class MergeReport:
 
     @property
     def partial(self) -> tuple[BlockMergeReport, ...]:
-        """Reports on the blocks that are missing in some inputs."""
+        """Reports on the blocks that are missing from some inputs."""
         return tuple(block for block in self.blocks if block.missing)
 
 
@@ -111,21 +111,23 @@ def merge(
     without: Iterable[str] | str = (),
     allow_partial: bool = False,
 ) -> Curvature:
-    """Merges curvatures into one that approximates Σ w_t G_t over all tasks, with weights w_t whose mean is one.
+    """Merges curvatures into one curvature that approximates Σ w_t G_t over all tasks. The mean of the w_t is one.
 
-    Blocks that are whole matrices or diagonals are summed exactly. For all other blocks, the approximation error is
-    measured and recorded in the block's `losses`. The merged matrices are computed when they are used or saved.
+    Blocks whose G is a single dense or diagonal matrix are summed exactly. For all other blocks, the approximation
+    error is measured and recorded in the block's `losses`. The merged matrices are computed when they are used or
+    saved.
 
     Args:
-        curvatures: Curvatures or paths of bundles, which may be merged or compressed.
-        rule: "tak" is the paper's (Σ B_t) ⊗ (Σ λ_t A_t); "optimal" is the nearest sum of `rank` Kronecker products;
-            "stack" keeps every term; "shards" joins estimates of one task from different examples into the estimate
-            from all of them.
+        curvatures: Curvatures or paths of bundles. Merged and compressed curvatures are allowed.
+        rule: "tak" is the paper's rule (Σ B_t) ⊗ (Σ λ_t A_t); "optimal" is the nearest sum of `rank` Kronecker
+            products; "stack" keeps every term; "shards" combines estimates of one task from different examples into
+            the estimate from all these examples.
         rank: Number of Kronecker products that "optimal" keeps.
-        weights: One positive weight per input; only the ratios matter. By default, the weights are the dataset sizes.
+        weights: One positive weight per input. Only their ratios matter. By default, the weights are the dataset sizes.
         without: Names of tasks to leave out. If an input was merged by "tak" and contains such a task, the bundle for
             that task must be passed as another input so that it can be subtracted.
-        allow_partial: Whether a block may be missing in some inputs; it is then summed over the inputs that have it.
+        allow_partial: Whether a block may be missing from some inputs. Such a block is summed over the inputs that
+            have it.
 
     Returns:
         The merged curvature.
@@ -163,7 +165,7 @@ def merge_and_report(
         weights: See `merge`.
         without: See `merge`.
         allow_partial: See `merge`.
-        on_progress: Called with the number of blocks done and the total number of blocks.
+        on_progress: Called with the number of blocks merged and the total number of blocks.
 
     Returns:
         The merged curvature and the report.
@@ -173,10 +175,10 @@ def merge_and_report(
         SubtractionError: See `merge`.
     """
     if rule not in RULES:
-        raise KfacpackError(f"unknown merge rule {rule!r}, expected one of {', '.join(RULES)}")
+        raise KfacpackError(f"unknown merge rule {rule!r}; expected one of {', '.join(RULES)}")
     merge_rule = RULES[rule](rank)
     if isinstance(curvatures, str | os.PathLike | Curvature):
-        raise KfacpackError("merge expects a list of curvatures or paths, got a single one")
+        raise KfacpackError("expected a list of curvatures or paths to merge, got a single curvature or path")
     inputs = [MergeInput.of(source, position) for position, source in enumerate(curvatures, start=1)]
     if not inputs:
         raise KfacpackError("nothing to merge: expected at least one curvature")
@@ -206,7 +208,7 @@ def _merge_blocks(
     terms_of_blocks = [_terms(name, inputs, factors) for name in names]
     max_terms = max(len(terms.weights) for terms in terms_of_blocks)
     if rule.rank > max_terms:
-        raise KfacpackError(f"the rank is {rule.rank}, but no block has more than {max_terms} terms")
+        raise KfacpackError(f"the rank is {rule.rank}, but no block has more than {max_terms} terms; use a lower rank")
     combine = MatrixCombiner()
     blocks, reports = [], []
     measure = not rule.exact and max_terms > 1
@@ -256,7 +258,7 @@ def _terms(name: str, inputs: Sequence[MergeInput], factors: Sequence[float]) ->
 class _GramMatrices:
     """Computes the coordinates of the matrices of all blocks in background threads.
 
-    Matrices that several blocks share are processed once.
+    Matrices that several blocks share are processed only once.
     """
 
     def __init__(self, terms_of_blocks: Sequence[Terms]):
@@ -302,13 +304,13 @@ def _measure(name: str, terms: Terms, combination: Combination, missing: Sequenc
 
 
 def _deviation(points: Tensor, tasks: Tensor) -> float:
-    """Returns √T σ, where σ is the standard deviation of T points; row k of `points` stands for `tasks[k]` points."""
+    """Returns √T σ, where σ is the standard deviation of T points. Row k of `points` counts as `tasks[k]` points."""
     centered = points - tasks @ points / tasks.sum()
     return float((tasks[:, None].sqrt() * centered).norm())
 
 
 def _losses(rule: MergeRule, earlier: Iterable[Sequence[Loss]], report: BlockMergeReport) -> tuple[Loss, ...]:
-    """Combines the losses recorded in the inputs, keeping the largest error per step, and adds those of this merge."""
+    """Combines the losses of the inputs, keeping the largest error for each step, and adds the losses of this merge."""
     before: dict[tuple[str, int], Loss] = {}
     for losses in earlier:
         seen: dict[str, int] = {}

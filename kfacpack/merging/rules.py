@@ -1,19 +1,20 @@
 """The merge rules `tak`, `stack`, `optimal` and `shards`, and the base class of rules.
 
 - `tak` is the paper's rule, (Σ B_t) ⊗ (Σ λ_t A_t): one term for any number of tasks. The shares λ_t and the weights
-  w_t = T λ_t of the T tasks are defined in `inputs`. The paper is *Dataless Weight Disentanglement in Task Arithmetic
-  via Kronecker-Factored Approximate Curvature* (TAK, ICLR 2026).
+  w_t = T λ_t of the T tasks are defined in `inputs.py`. The paper is *Dataless Weight Disentanglement in Task
+  Arithmetic via Kronecker-Factored Approximate Curvature* (TAK, ICLR 2026).
 - `stack` keeps every term with its weight. The result is exact, and as large as all inputs together.
 - `optimal` is the nearest sum of r Kronecker products in the Frobenius norm. Rearranged, Σ w_t B_t ⊗ A_t is the matrix
   Σ w_t vec(B_t) vec(A_t)ᵀ of rank T, whose best approximation of rank r is its truncated singular value decomposition.
   In coordinates (see `strips.py`), this matrix is N = Xᵀ diag(w) Y, of shape (T, T). If p and q are singular vectors
   of N, the new factors are proportional to Σ w_t <A_t, q> B_t and Σ w_t <B_t, p> A_t.
-- `shards` joins estimates of one task from different examples into the estimate from all of them. A is a mean over
-  positions (or over examples if positions are reduced first); B and whole matrices are means over examples. The joint
-  mean is therefore the mean of the shards' means, weighted by their numbers of positions or examples.
+- `shards` combines estimates of one task from different examples into the estimate from all these examples. A is a mean
+  over positions (or over examples if positions are reduced first). B, or the single matrix G of a block without
+  factors, is a mean over examples. The overall mean is therefore the mean of the shards' means, weighted by their
+  numbers of positions or examples.
 
-Shapes: a block has K terms, which are those of all inputs in sequence. The `sides` of a Kronecker term are B and A; a
-block that is one whole matrix has a single side. A combination into r terms has coefficients of shape (r, K) for each
+Shapes: a block has K terms, which are the terms of all inputs in order. The `sides` of a Kronecker term are B and A. A
+block whose G is a single matrix has only one side. A combination into r terms has coefficients of shape (r, K) for each
 side.
 """
 
@@ -53,7 +54,7 @@ class Terms:
     sides: tuple[tuple[Matrix, ...], ...]
     """K matrices for each side."""
     sharing: Sharing
-    """How the curvature treats positions that share a weight."""
+    """How the curvature treats positions, such as tokens, that share a weight."""
     coordinates: tuple[Tensor, ...] = ()
     """Coordinates of each side's matrices, of shape (K, K); see `strips.py`. Empty for exact rules."""
 
@@ -90,9 +91,9 @@ class MergeRule(ABC):
     def __init__(self, rank: int = 1):
         self.rank = rank
         if type(rank) is not int:
-            raise KfacpackError(f"rank {rank!r}: expected an integer")
+            raise KfacpackError(f"expected an integer as the rank, got {rank!r}")
         if rank != 1 and not self.ranked:
-            raise KfacpackError(f"the rule {self.name!r} has no rank; to choose a rank, use 'optimal'")
+            raise KfacpackError(f"the rule {self.name!r} has no rank, got rank {rank}; use 'optimal' to choose a rank")
 
     @property
     def step(self) -> str:
@@ -124,7 +125,7 @@ class MergeRule(ABC):
         """Combines the Kronecker terms of a block."""
 
     def whole(self, terms: Terms) -> Combination:
-        """Sums the weighted matrices of all inputs for a block that is one whole matrix."""
+        """Sums the weighted matrices of all inputs for a block whose G is a single matrix."""
         return Combination(torch.ones(1, dtype=torch.float64), (terms.weights[None],))
 
     def weights(self, inputs: Sequence[MergeInput], weights: Sequence[float] | None) -> list[float]:
@@ -145,11 +146,14 @@ class MergeRule(ABC):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the description of the merged curvature's data if the data is a single dataset, else None."""
+        """Returns the source of the merged curvature if all inputs are from one dataset. By default, returns None."""
         return None
 
     def estimate(self, inputs: Sequence[MergeInput]) -> Estimate | None:
-        """Returns the estimate settings if all inputs share them, else None. Seeds may differ and are then left out."""
+        """Returns the estimate settings if they are the same for all inputs, else None.
+
+        If only the seeds differ, the settings are returned without a seed.
+        """
         settings = {item.estimate_without_seed for item in inputs}
         seeds = {item.estimate.seed for item in inputs if item.estimate}
         (only, *others) = settings
@@ -159,7 +163,7 @@ class MergeRule(ABC):
 
 
 class TakRule(MergeRule):
-    """The paper's rule: one term, (Σ B_t) ⊗ (Σ λ_t A_t), where λ_t is the share of task t; see `inputs`."""
+    """The paper's rule: one term, (Σ B_t) ⊗ (Σ λ_t A_t), where λ_t is the share of task t; see `inputs.py`."""
 
     name = "tak"
     keeps_sums = True
@@ -168,17 +172,18 @@ class TakRule(MergeRule):
         """Checks that every term of every input is a sum over whole tasks.
 
         Raises:
-            KfacpackError: If an input was merged by `optimal` at a rank above 1, or contains partial blocks.
+            KfacpackError: If an input was merged by `optimal` at a rank above 1, or has blocks that do not cover all of
+                its tasks.
         """
         super().check(inputs)
         remedy = "Merge all of its parents at once, or use 'optimal' or 'stack'"
         for item in inputs:
             merge = item.curvature.about.merge
             if merge and merge.rule == "optimal" and merge.rank != 1:
-                problem = f"was merged by 'optimal' at rank {merge.rank}, whose terms do not correspond to tasks"
+                problem = f"was merged by 'optimal' at rank {merge.rank}, so its terms do not correspond to tasks"
                 raise KfacpackError(f"{item.name}: {problem}. {remedy}")
             if any(loss.step == PARTIAL for loss in item.curvature.about.losses):
-                problem = "has blocks that cover only some of its tasks, but does not record how many"
+                problem = "has blocks that cover only some of its tasks, but does not record how many tasks they cover"
                 raise KfacpackError(f"{item.name}: {problem}. {remedy}")
 
     def kronecker(self, terms: Terms) -> Combination:
@@ -204,11 +209,14 @@ class StackRule(MergeRule):
 
 
 _EQUAL = 1e-9
-"""Singular values with a smaller relative difference are treated as equal: any rotation of their vectors is valid."""
+"""Singular values are treated as equal if their relative difference is below this value.
+
+Any rotation of their singular vectors is then valid.
+"""
 
 
 class OptimalRule(MergeRule):
-    """The rule that finds the sum of `rank` Kronecker products that is nearest in the Frobenius norm.
+    """The rule that finds the nearest sum of `rank` Kronecker products in the Frobenius norm.
 
     Args:
         rank: Number of terms to keep, at least 1.
@@ -223,7 +231,7 @@ class OptimalRule(MergeRule):
             raise KfacpackError(f"expected a rank of at least 1, got {rank}")
 
     def kronecker(self, terms: Terms) -> Combination:
-        """Truncates the singular value decomposition of the rearranged sum; see the docstring of the module."""
+        """Truncates the singular value decomposition of the rearranged sum; see the module docstring."""
         w = terms.weights
         if self.rank >= len(w):
             identity = torch.eye(len(w), dtype=torch.float64)
@@ -248,7 +256,7 @@ class OptimalRule(MergeRule):
 def _decompose(N: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the singular value decomposition N = p diag(s) qᵀ.
 
-    If several singular values equal s[0], q[:, 0] is, of all possible choices, the vector nearest to `mean`.
+    If several singular values equal s[0], the vector nearest to `mean` is chosen as q[:, 0].
     """
     p, s, qh = torch.linalg.svd(N)
     q = qh.T.clone()
@@ -269,7 +277,7 @@ def _reflection(first: Tensor) -> Tensor:
 
 
 class ShardsRule(MergeRule):
-    """The rule that joins estimates of one task from different examples into the estimate from all of them."""
+    """The rule that combines estimates of one task from different examples into the estimate from all examples."""
 
     name = "shards"
     exact = True
@@ -290,7 +298,8 @@ class ShardsRule(MergeRule):
         size = first.source.dataset_size if first.source else None
         total = sum(map(_examples, inputs))
         if size is not None and total > size:
-            raise KfacpackError(f"the shards have {total} examples, but the dataset has {size}: some are counted twice")
+            problem = f"the shards have {total} examples in total, but the dataset has only {size}"
+            raise KfacpackError(f"{problem}; some examples are counted twice")
 
     def kronecker(self, terms: Terms) -> Combination:
         """Averages B, weighted by numbers of examples, and A, weighted by numbers of positions or examples."""
@@ -311,7 +320,8 @@ class ShardsRule(MergeRule):
             KfacpackError: If weights are passed, or if a shard does not record its number of examples.
         """
         if weights is not None:
-            raise KfacpackError("shards are weighted by their examples; only 'tak', 'stack' and 'optimal' take weights")
+            problem = "the rule 'shards' takes no weights, because shards are weighted by their numbers of examples"
+            raise KfacpackError(f"{problem}; omit the weights, or use 'tak', 'stack' or 'optimal'")
         counts = [_examples(item) for item in inputs]
         return [count / sum(counts) for count in counts]
 
@@ -328,7 +338,7 @@ class ShardsRule(MergeRule):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the source that all shards have in common, with the total number of their examples."""
+        """Returns the source that all shards share, with the total number of examples of all shards."""
         source = inputs[0].source
         return source and source.model_copy(update={"examples": sum(map(_examples, inputs))})
 
@@ -339,7 +349,8 @@ def _shares(matrices: Sequence[Matrix], *, over_positions: bool) -> Tensor:
     numbers = torch.tensor([[count or 0 for count in counts]], dtype=torch.float64)
     if None in counts or not numbers.any():
         unit = "positions" if over_positions else "examples"
-        raise KfacpackError(f"shards are weighted by their {unit}, but a matrix does not record its number of {unit}")
+        problem = f"a matrix does not record its number of {unit}"
+        raise KfacpackError(f"{problem}, which the rule 'shards' requires. Estimate the shards again")
     return numbers / numbers.sum()
 
 
@@ -348,22 +359,22 @@ def _examples(item: MergeInput) -> int:
     counts = {matrix.examples for block in item.curvature.blocks for _, matrix in block.structure.matrices()}
     (only, *others) = counts
     if others or not only:
-        raise KfacpackError(f"{item.name}: does not record its number of examples, which merging shards requires")
+        raise KfacpackError(f"{item.name}: does not record its number of examples, which the rule 'shards' requires")
     return only
 
 
 def _check_unmerged(item: MergeInput) -> None:
     merge = item.curvature.about.merge
     if merge is not None and merge.rule != ShardsRule.name:
-        raise KfacpackError(f"{item.name}: was merged by {merge.rule!r}, expected a shard of one task")
+        raise KfacpackError(f"{item.name}: was merged by {merge.rule!r}; expected a shard of one task")
     if any(list(block.structure.weights) != [1] for block in item.blocks.values()):
-        raise KfacpackError(f"{item.name}: has blocks with several terms, expected a shard of one task")
+        raise KfacpackError(f"{item.name}: has blocks with several terms; expected a shard of one task")
 
 
 def _check_same_task(first: MergeInput, other: MergeInput) -> None:
     sources = [item.source and item.source.model_copy(update={"examples": None}) for item in (first, other)]
     if sources[0] != sources[1]:
-        names = [item.source.task if item.source else "no task" for item in (first, other)]
+        names = [item.source.task if item.source else "unknown" for item in (first, other)]
         tasks = f"for different tasks, {names[0]!r} and {names[1]!r}"
         problem = tasks if len(set(names)) > 1 else "from different data"
         raise KfacpackError(f"{first.name} and {other.name} were estimated {problem}; expected shards of one task")
@@ -373,4 +384,4 @@ def _check_same_task(first: MergeInput, other: MergeInput) -> None:
 
 
 RULES: dict[str, type[MergeRule]] = {rule.name: rule for rule in (TakRule, StackRule, OptimalRule, ShardsRule)}
-"""Merge rules by name."""
+"""Merge rule classes by name."""

@@ -9,10 +9,10 @@ W_0 is the prior; it determines the result in directions without curvature. With
 Shapes: W, W_t, W_0, D and R are (rows, columns), arranged as in the `Join` of a block. A factor B is (rows, rows), a
 factor A is (columns, columns).
 
-Blocks are solved directly if they are diagonal, have few entries or are one whole matrix (Cholesky of the summed
-matrix), if all B or all A are multiples of the identity (Cholesky of the other side), or if all B or all A are equal,
-so that the sum is one product (eigenvectors). All other blocks use conjugate gradients with a Kronecker product as
-preconditioner. Matrices are applied in the form in which they are stored.
+Small blocks are solved with a Cholesky factorisation of the summed matrix, and diagonal blocks entry by entry. If all B
+or all A are multiples of the identity, the sum on the other side is factorised. If all B or all A are equal, the sum is
+a single product, which is solved with eigenvectors. All other blocks use conjugate gradients with a Kronecker product
+as preconditioner. Matrices are applied in the form in which they are stored.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices.matrix import Matrix, Operator
 
     LinearMap = Callable[[Tensor], Tensor]
-    """A function that maps a (rows, columns) matrix to another."""
+    """A function that maps a (rows, columns) matrix to another (rows, columns) matrix."""
     WeightedProduct = tuple[float, tuple[Operator, ...]]
-    """A weight and one operator per side."""
+    """The weight of a product and its operators, one per side."""
 
 
 WIDE_SIDE = 512
-"""Blocks with a longer side than this are computed in float32, all others in float64."""
+"""Blocks with a side longer than this are solved in float32, all other blocks in float64."""
 DIRECT_ENTRIES = 1024
-"""Blocks of Kronecker products with at most this many entries are solved as one dense matrix."""
+"""Blocks with Kronecker factors are solved with one dense matrix if W has at most this many entries."""
 DIRECT_WHOLE_ENTRIES = 4096
-"""Blocks that are one whole matrix are solved directly if they have at most this many entries."""
+"""Blocks whose G is a single matrix are solved directly if W has at most this many entries."""
 EIGENVECTOR_SIDE = 1024
 """Up to this side length, the preconditioner uses eigenvectors, because they save more time than they cost."""
 _FLIP_FLOP_STEPS, _MAX_RESTARTS = 1, 3
@@ -74,9 +74,9 @@ class SolveSettings:
     """Damping and stopping criteria of `solve_block`."""
 
     damping: float
-    """Coefficient of the mean eigenvalue of Σ w G in ε."""
+    """Coefficient of the mean eigenvalue of Σ w G in the formula for ε."""
     tolerance: float = 1e-4
-    """Norm of the residual, relative to that of R, at which the iteration stops."""
+    """Norm of the residual, relative to the norm of R, at which the iteration stops."""
     iterations: int = 200
     """Maximum number of iterations per block."""
     absolute_damping: float = 0.0
@@ -90,7 +90,7 @@ class Solution:
     change: Tensor
     """D = W − W_0, (rows, columns)."""
     report: SolvedBlock
-    """Iterations, residual and objective."""
+    """Number of iterations, residual and values of the objective."""
 
 
 class _NotPositiveError(Exception):
@@ -110,18 +110,18 @@ def solve_block(
 
     Args:
         name: Name of the block, for the report and error messages.
-        terms: At least one summand of the objective.
+        terms: Summands of the objective, at least one.
         settings: Damping, tolerance and maximum number of iterations.
         cache: Cache of operators, which can be shared with other blocks.
-        mask: Matrix of 0 and 1, (rows, columns), with 1 for entries that may change. By default, all may change.
+        mask: Matrix of zeros and ones, (rows, columns). Entries with 1 may change. By default, all entries may change.
         mean: tr(Σ w G) / (rows · columns), used in ε. By default, it is computed from the terms.
 
     Returns:
-        D, which is exactly zero if R is zero, and the report.
+        The difference D, which is exactly zero if R is zero, and the report.
 
     Raises:
-        KfacpackError: If Σ w G + ε is not positive definite, even with all negative eigenvalues of the matrices set to
-            zero.
+        KfacpackError: If Σ w G + ε is not positive definite, even after all negative eigenvalues of the matrices have
+            been set to zero.
     """
     cache = cache or OperatorCache()
     try:
@@ -134,8 +134,8 @@ def solve_block(
         cause = f"with damping {settings.damping:g}. Use a larger damping"
         if any(term.weight * weight < 0 for term in terms for weight in term.structure.weights):
             cause = "because of a negative weight. Use bundles of single tasks, or merge them by 'tak' or 'stack'"
-        problem = "is not positive definite to working precision, even without the negative eigenvalues of its matrices"
-        raise KfacpackError(f"block {name!r}: the weighted sum of the curvatures {problem}, {cause}") from error
+        problem = "the weighted sum of the curvatures is numerically not positive definite"
+        raise KfacpackError(f"block {name!r}: {problem} {cause}") from error
     return replace(solution, report=solution.report.model_copy(update={"repaired": True}))
 
 
@@ -196,7 +196,7 @@ class _System:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the curvature of the block is one whole matrix over the flattened entries of W."""
+        """Whether the G of each term is a single matrix, which multiplies the flattened W."""
         return len(self.products[0][1]) == 1
 
     @property
@@ -215,7 +215,7 @@ class _System:
         return zip(operators, self.sides, strict=True)
 
     def _right_side(self) -> Tensor:
-        """Computes R and, as a by-product, the objective at the prior."""
+        """Returns R, and stores the objective at the prior in `self.objective`."""
         total, self.objective = self._padded(torch.zeros(self.shape, dtype=self.dtype)), 0.0
         for term in self.terms:
             target = self._padded(term.target.to(self.dtype))
@@ -225,14 +225,14 @@ class _System:
         return total if self.mask is None else total * self.mask
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Pads x with zero rows and columns to the size of aligned operators; returns x itself for other operators."""
+        """Pads x with zeros to the size of the aligned operators. If no operators are aligned, returns x itself."""
         if not self.is_aligned:
             return x
         rows, columns = x.shape
         return torch.nn.functional.pad(x, (0, aligned(columns) - columns, 0, aligned(rows) - rows))
 
     def _add_products(self, total: Tensor, products: Sequence[WeightedProduct], x: Tensor) -> Tensor:
-        """Adds Σ w B x A, or Σ w G x for whole matrices, to `total` in place, and returns `total`."""
+        """Adds Σ w B x A, or Σ w G x if each G is a single matrix, to `total` in place, and returns `total`."""
         for weight, operators in products:
             if self.is_whole:
                 total.add_(operators[0](x.reshape(-1, 1)).reshape(x.shape), alpha=weight)
@@ -277,7 +277,7 @@ class _System:
         return SolvedBlock(name=self.name, iterations=iterations, residual=residual, before=self.objective, after=after)
 
     def _direct(self) -> Tensor | None:
-        """Solves the system by factorisation if this is cheap; returns None otherwise."""
+        """Solves the system by factorisation if this is cheap, and returns None otherwise."""
         diagonals = self._diagonals()
         if diagonals is not None:
             denominator = diagonals + self.epsilon
@@ -308,7 +308,7 @@ class _System:
         return total
 
     def _solve_dense(self) -> Tensor:
-        """Solves the system as one matrix over the flattened entries, in float64."""
+        """Solves the system with one dense matrix over the flattened entries, in float64."""
         size = prod(self.shape)
         total = torch.zeros((size, size), dtype=torch.float64)
         for weight, operators in self.products:
@@ -334,7 +334,7 @@ class _System:
         return scalars
 
     def _solve_one_side(self, side: int, scalars: Sequence[float]) -> Tensor:
-        """Solves (Σ w c B + ε) D = R for side 0 and D (Σ w c A + ε) = R for side 1. The other side is c I."""
+        """Solves (Σ w c B + ε) D = R for side 0, or D (Σ w c A + ε) = R for side 1. The other side is c I."""
         total = torch.zeros((self.sides[side],) * 2, dtype=self.dtype)
         for (weight, operators), scalar in zip(self.products, scalars, strict=True):
             total.add_(full_matrix(operators[side], self.sides[side]), alpha=weight * scalar)
@@ -345,7 +345,7 @@ class _System:
         return torch.cholesky_solve(self.right.T, factor).T
 
     def _solve_product(self) -> Tensor:
-        """Solves B D A + ε D = R with the eigenvectors of B and A. All products must share the operator on one side."""
+        """Solves B D A + ε D = R with the eigenvectors of B and A. All products must have the same B or the same A."""
         shared = 0 if len({id(operators[0]) for _, operators in self.products}) == 1 else 1
         factors = [full_matrix(operator, side) for operator, side in self._paired(self.products[0][1])]
         factors[1 - shared] = torch.zeros_like(factors[1 - shared])
@@ -374,7 +374,7 @@ class _System:
         for _ in range(_MAX_RESTARTS):
             start = float(residual.norm())
             iterations = self._iterate(solution, residual, precondition, threshold, iterations)
-            # In float32, the updated residual drifts from the true one; the iteration then restarts from the true one.
+            # In float32, the updated residual drifts away from the true residual, from which the iteration restarts.
             torch.sub(self.right, self.apply(solution), out=residual)
             error = float(residual.norm())
             if error <= threshold or iterations >= self.settings.iterations or error > 0.5 * start:
@@ -384,7 +384,7 @@ class _System:
     def _iterate(
         self, solution: Tensor, residual: Tensor, precondition: LinearMap, threshold: float, iterations: int
     ) -> int:
-        """Updates solution and residual in place until the residual is small. Returns the increased `iterations`."""
+        """Updates `solution` and `residual` in place by conjugate gradients. Returns the total number of iterations."""
         direction, product = torch.zeros_like(residual), 0.0
         while float(residual.norm()) > threshold and iterations < self.settings.iterations:
             step = precondition(residual)
@@ -400,7 +400,7 @@ class _System:
         return iterations
 
     def _preconditioner(self) -> LinearMap:
-        """Returns x -> P⁻¹ x for a matrix P close to M = Σ w G + ε."""
+        """Returns the function x -> P⁻¹ x for a matrix P that approximates M = Σ w G + ε."""
         if self.is_whole:
             scale = torch.full(self.sides, self.epsilon, dtype=self.dtype)
             for weight, (operator,) in self.products:
@@ -417,7 +417,7 @@ class _System:
         return multiply if mask is None else lambda x: mask * multiply(x)
 
     def _diagonal_in_eigenvectors(self, inverses: Sequence[tuple[Tensor, ...]]) -> LinearMap:
-        """Returns x -> P⁻¹ x, where P has the eigenvectors of B ⊗ A and, in their basis, the diagonal of Σ w G + ε."""
+        """Returns x -> P⁻¹ x. P has the eigenvectors of B ⊗ A and, in their basis, the diagonal of Σ w G + ε."""
         Q_B, Q_A = (
             torch.block_diag(*(block for part in parts for block in torch.linalg.eigh(part).eigenvectors))
             for parts in inverses
@@ -434,12 +434,12 @@ class _System:
 
         This criterion measures the relative errors of all eigenvalues, which determine the number of iterations. The
         minimum satisfies B = Σ w tr(A_t A⁻¹) B_t / columns and A = Σ w tr(B_t B⁻¹) A_t / rows, with ε I ⊗ I as one of
-        the terms. Alternating the two (the flip-flop algorithm of the matrix normal distribution) converges so quickly
-        that one step suffices. On six tasks of `tiny` with damping 0.1 and a residual of 1e-4, the solver takes at
-        most 42 iterations with P (mean 24) and 44 with the eigenvectors of P (mean 21). With the eigenvectors of the
-        nearest product in the Frobenius norm (the merge rule `optimal`), which fits only large eigenvalues, it takes up
-        to 64 (mean 25). The eigenvectors of a 3072 x 3072 matrix take 30 times as long as its Cholesky factor, so wide
-        blocks use P itself. On three tasks of 128 examples, it takes 44 iterations with P and 43 with its eigenvectors.
+        the terms. Alternating the two equations (the flip-flop algorithm for the matrix normal distribution) converges
+        so quickly that one step suffices. On six tasks of `tiny` with damping 0.1 and tolerance 1e-4, the solver takes
+        at most 42 iterations with P (mean 24) and 44 with the eigenvectors of P (mean 21). The nearest product in the
+        Frobenius norm (the merge rule `optimal`) fits only large eigenvalues; with its eigenvectors, the solver takes
+        up to 64 iterations (mean 25). The eigenvectors of a 3072 x 3072 matrix take 30 times as long as its Cholesky
+        factor, so wide blocks use P itself.
         """
         rows, columns = self.shape
         sides = [
@@ -496,5 +496,5 @@ def _cholesky(matrix: Tensor) -> Tensor:
 
 
 def _dot(x: Tensor, y: Tensor) -> float:
-    """Returns the inner product of x and y as a number."""
+    """Returns the inner product of x and y as a Python float."""
     return float(torch.dot(x.reshape(-1), y.reshape(-1)))

@@ -1,12 +1,12 @@
-"""Inner products and linear combinations of matrices that may not fit into memory, one strip of entries at a time.
+"""Inner products and linear combinations of matrices that may not fit into memory, computed strip by strip.
 
 Matrices of the same side length share a layout: the lower triangles of K diagonal blocks (K = 1 for a full matrix), or
-their diagonals. A strip is a range of rows of one triangle, or a range of diagonal entries, and contains the same
-entries of every matrix. Sums and inner products therefore never need more of a matrix than one strip in memory.
+only the diagonal. A strip is a range of rows of one triangle, or a range of diagonal entries. It contains the same
+entries of every matrix. Sums and inner products therefore need only one strip of each matrix in memory.
 
-A Gram matrix of T matrices has shape (T, T), with entries <M_s, M_t>. Coordinates X, also of shape (T, T), satisfy
-X Xᵀ = Gram: row t represents matrix t as a vector with the same norm and the same angles to the other rows.
-Everything is computed in float64.
+The Gram matrix of T matrices has shape (T, T) and the entries <M_s, M_t>. The coordinates X of the matrices, also of
+shape (T, T), are chosen such that X Xᵀ is the Gram matrix. Row t of X thus represents matrix t as a vector with the
+same norm and the same angles to the other vectors. Everything is computed in float64.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 STRIP_ENTRIES = 2**20
-"""Maximum number of entries in memory at a time, over all matrices; at least one row of each matrix is read.
+"""Maximum number of entries in memory at a time, summed over all matrices. At least one row of each matrix is read.
 
-Memory use does not grow with the number of matrices, up to about a hundred of them."""
+Up to about a hundred matrices, memory use does not grow with the number of matrices."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,10 @@ class Strip:
 
 
 class StripLayout(ABC):
-    """The common layout of matrices of equal side length: the order of their entries, and which entries occur twice."""
+    """The common layout of matrices with the same side length.
+
+    The layout defines which entries are stored, in which order, and which of them occur twice in the full matrix.
+    """
 
     side: int
     """Side length n of the matrices."""
@@ -61,7 +64,7 @@ class StripLayout(ABC):
 
     @abstractmethod
     def strips(self, limit: int) -> Iterator[Strip]:
-        """Yields strips that cover `data` in order. Each has at most `limit` elements, unless it is a single row."""
+        """Yields strips that cover `data` in order. A strip with more than `limit` elements is always a single row."""
 
     @abstractmethod
     def is_strip(self, strip: Strip) -> bool:
@@ -73,7 +76,7 @@ class StripLayout(ABC):
 
     @abstractmethod
     def diagonal(self, strip: Strip) -> Tensor:
-        """Returns the indices of a strip's diagonal elements; all other elements occur twice in the matrix."""
+        """Returns the indices of a strip's diagonal elements. All other elements occur twice in the matrix."""
 
     @abstractmethod
     def make_matrix(
@@ -90,7 +93,7 @@ class DiagonalStrips(StripLayout):
         self.shape = (side,)
 
     def strips(self, limit: int) -> Iterator[Strip]:
-        """Yields strips of `limit` elements that cover the diagonal; the last one may be shorter."""
+        """Yields strips of `limit` elements that cover the diagonal. The last strip may be shorter."""
         for start in range(0, self.side, limit):
             yield Strip(0, start, min(start + limit, self.side))
 
@@ -99,7 +102,7 @@ class DiagonalStrips(StripLayout):
         return strip.stop <= self.side
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
-        """Returns the entries of one diagonal matrix in a strip."""
+        """Returns the entries of a diagonal matrix that a strip covers."""
         return matrix.components.span("data", strip.start, strip.stop)
 
     def diagonal(self, strip: Strip) -> Tensor:
@@ -122,7 +125,7 @@ class TriangleStrips(StripLayout):
         self.shape = (count, triangle_length(self._width)) if count > 1 else (triangle_length(side),)
 
     def strips(self, limit: int) -> Iterator[Strip]:
-        """Yields strips that cover all triangles. Each has as many rows as fit into `limit` elements, at least one."""
+        """Yields strips that cover all triangles. Each strip has as many rows as fit into `limit`, but at least one."""
         for block in range(self.count):
             first = 0
             while first < self._width:
@@ -138,7 +141,7 @@ class TriangleStrips(StripLayout):
         return (triangle_length(first), triangle_length(last)) == (strip.start, strip.stop) and last <= self._width
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
-        """Returns the entries of one matrix in a strip, whatever the form in which the matrix is stored."""
+        """Returns the entries of a matrix that a strip covers. The matrix may be stored in any form."""
         first, last = _row_range(strip)
         if self.count > 1:
             return _read_triangle(matrix, strip.block, first, last)
@@ -158,7 +161,7 @@ class TriangleStrips(StripLayout):
 
 
 def layout_of(matrices: Sequence[Matrix]) -> StripLayout:
-    """Returns the smallest layout that represents all of the matrices exactly."""
+    """Returns the smallest layout that can represent all of the matrices exactly."""
     side, forms = matrices[0].side, {matrix.form for matrix in matrices}
     if forms == {Diagonal.form}:
         return DiagonalStrips(side)
@@ -176,7 +179,7 @@ def iterate_strips(layout: StripLayout, matrices: Sequence[Matrix]) -> Iterator[
         matrices: T matrices.
 
     Yields:
-        The strip and its entries, of shape (T, length). The array is reused for the next strip.
+        Each strip and its entries, of shape (T, length). The array is reused for the next strip.
     """
     max_length = max(STRIP_ENTRIES // len(matrices), layout.side)
     buffer = np.empty(len(matrices) * max_length)
@@ -187,8 +190,8 @@ def iterate_strips(layout: StripLayout, matrices: Sequence[Matrix]) -> Iterator[
 def write_strip(layout: StripLayout, matrices: Sequence[Matrix], strip: Strip, buffer: FloatArray) -> FloatArray:
     """Copies one strip of T matrices into a buffer.
 
-    Uses NumPy, which copies and adds in a single thread: for such small arrays, torch's threads spend more time on
-    synchronisation than on computation, especially on a busy machine.
+    NumPy is used because it copies and adds in a single thread. For such small arrays, torch's threads spend more time
+    on synchronisation than on computation, especially on a busy machine.
 
     Args:
         layout: The common layout of the matrices.
@@ -208,19 +211,19 @@ def write_strip(layout: StripLayout, matrices: Sequence[Matrix], strip: Strip, b
 
 
 def _row_range(strip: Strip) -> tuple[int, int]:
-    """Returns the first and last (exclusive) row of a strip: row i of a triangle begins at element i (i + 1) / 2."""
+    """Returns the first row of a strip and the row after its last row. Row i begins at element i (i + 1) / 2."""
     first, last = ((isqrt(8 * element + 1) - 1) // 2 for element in (strip.start, strip.stop))
     return first, last
 
 
 def _row_indices(first: int, last: int) -> Tensor:
-    """Returns the row of each element in rows `first` to `last` of a triangle, counted from `first`."""
+    """Returns the row of each element in rows `first` to `last` - 1 of a triangle, counted from `first`."""
     rows = torch.arange(first, last)
     return (rows - first).repeat_interleave(rows + 1)
 
 
 def _read_triangle(matrix: Matrix, block: int, first: int, last: int) -> Tensor:
-    """Returns rows `first` to `last` of one of the stored triangles in a matrix."""
+    """Returns rows `first` to `last` - 1 of one of the stored triangles of a matrix."""
     start = block * matrix.components.specs["data"][1][-1]
     values = matrix.components.span("data", start + triangle_length(first), start + triangle_length(last))
     if "scale" not in matrix.components.specs:
@@ -279,7 +282,7 @@ def _read_dense(matrix: Matrix, first: int, last: int) -> Tensor:
 
 
 def _packed_rows(rows: Tensor, first: int) -> Tensor:
-    """Returns, for rows of a full matrix from row `first` on, the entries up to and including the diagonal."""
+    """Returns the entries on and below the diagonal from consecutive rows of a full matrix, starting at row `first`."""
     return rows[torch.ones_like(rows, dtype=torch.bool).tril(first)]
 
 
@@ -290,14 +293,17 @@ READERS: dict[str, Callable[[Matrix, int, int], Tensor]] = {
     "sparse": _read_sparse,
     "diagonal": _read_diagonal,
 }
-"""Functions that return rows `first` to `last` of the lower triangle, by matrix form. Other forms use `_read_dense`."""
+"""Functions that return rows `first` to `last` - 1 of the lower triangle, by matrix form.
+
+All other forms use `_read_dense`.
+"""
 
 
 def gram(matrices: Sequence[Matrix]) -> Tensor:
-    """Computes the Gram matrix of symmetric matrices in one pass over them.
+    """Computes the Gram matrix of symmetric matrices in a single pass.
 
     Args:
-        matrices: T matrices of equal side length. A matrix that occurs more than once is read once.
+        matrices: T matrices with the same side length. A matrix that occurs more than once is read only once.
 
     Returns:
         The inner products <M_s, M_t>, of shape (T, T), in float64.
@@ -318,8 +324,8 @@ def gram(matrices: Sequence[Matrix]) -> Tensor:
 def coordinates(products: Tensor) -> Tensor:
     """Computes coordinates X with X Xᵀ = `products`.
 
-    The Gram matrix is scaled to a unit diagonal before it is decomposed, so that the coordinates of small matrices are
-    as accurate as those of large ones.
+    The Gram matrix is scaled to a unit diagonal before it is decomposed. The coordinates of a matrix with a small norm
+    are therefore as accurate as the coordinates of a matrix with a large norm.
 
     Args:
         products: The Gram matrix of T matrices, of shape (T, T).
@@ -337,8 +343,8 @@ def coordinates(products: Tensor) -> Tensor:
 class CombinedTensors(MatrixTensors):
     """The entries of Σ coefficient · matrix, summed in float64 when they are read.
 
-    If the entries are read in chunks, as by a writer, they are computed from the inputs' files and not cached. If the
-    whole tensor is read, it is computed once and cached.
+    If the entries are read in chunks, as when a file is written, they are computed from the inputs' files and not
+    cached. If the whole tensor is read, it is computed once and cached.
     """
 
     def __init__(self, layout: StripLayout, matrices: Sequence[Matrix], coefficients: Sequence[float]):
@@ -363,10 +369,10 @@ class CombinedTensors(MatrixTensors):
             yield self._sum(rows)
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
-        """Returns elements `start` to `stop` of the flattened tensor.
+        """Returns elements `start` to `stop` - 1 of the flattened tensor.
 
-        If the elements form a strip of the layout, only they are computed; for any other span, the whole tensor is
-        computed and cached.
+        If the elements form a strip of the layout, only these elements are computed. For any other span, the whole
+        tensor is computed and cached.
         """
         block, first = divmod(start, self._layout.shape[-1])
         strip = Strip(block, first, first + stop - start)
@@ -382,20 +388,20 @@ class CombinedTensors(MatrixTensors):
 
 
 class MatrixCombiner:
-    """Builds linear combinations of matrices. Equal combinations are built once.
+    """Builds linear combinations of matrices. Equal combinations are built only once.
 
     Blocks that share a matrix therefore also share the combined matrix.
     """
 
     def __init__(self) -> None:
-        # The inputs are stored along with the result so that their ids, which form the key, stay valid.
+        # Keep references to the inputs, because their ids, which form the key, must not be reused.
         self._combined: dict[tuple[tuple[int, float], ...], tuple[Matrix, list[Matrix]]] = {}
 
     def __call__(self, matrices: Sequence[Matrix], coefficients: Sequence[float], *, psd: bool | None = None) -> Matrix:
         """Returns Σ coefficient · matrix, whose entries are computed when they are read.
 
         Args:
-            matrices: Matrices of equal side length.
+            matrices: Matrices with the same side length.
             coefficients: One coefficient per matrix.
             psd: Whether the result is marked as positive semi-definite. By default, it is marked if all
                 coefficients are non-negative and all matrices with a non-zero coefficient are positive semi-definite.
@@ -420,7 +426,7 @@ class MatrixCombiner:
                 examples=_total_count([matrix.examples for matrix in used], values),
                 positions=_total_count([matrix.positions for matrix in used], values),
             )
-            # The inputs are checked when they are read; checking the sum would compute and cache it.
+            # The inputs are checked when they are read. Checking the sum would compute and cache the whole matrix.
             combined.skip_validation()
             self._combined[key] = combined, used
         return self._combined[key][0]

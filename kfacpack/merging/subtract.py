@@ -1,9 +1,9 @@
 """Subtraction of tasks from a merged curvature.
 
-`tak` stores sums: for T tasks, B = Σ B_t and T A = Σ w_t A_t, and G = Σ w_t G_t for whole matrices. Let D be the set of
-tasks to remove, T_D their number, and f the factor by which the merge multiplied their weights. The weights of the
-other tasks are rescaled so that their mean is one again. Up to rounding, the result is the merge of the other tasks
-alone:
+`tak` stores sums over T tasks: B = Σ B_t and T A = Σ w_t A_t, or G = Σ w_t G_t for blocks with a single matrix. Let D
+be the set of tasks to remove, T_D their number, and f the factor by which the merge multiplied their weights. The
+weights of the other tasks are rescaled so that their mean is one again. Up to rounding errors, the result is the merge
+of only the other tasks:
 
     B' = B − Σ_D B_d        A' = (T A − f Σ_D w_d A_d) / (T − f T_D)        G' = (T − T_D) (G − f G_D) / (T − f T_D)
 """
@@ -31,16 +31,24 @@ if TYPE_CHECKING:
 
 
 _SMALL = 1e-2
-"""If a smaller fraction of a matrix's norm remains after a subtraction, its eigenvalues may be negative by rounding."""
+"""Threshold on the fraction of a matrix's norm that remains after a subtraction.
+
+At or below this threshold, rounding errors may make eigenvalues of the result negative, so the result is not marked as
+positive semi-definite.
+"""
 _PRECISION_LOSS = 1e-4
-"""If a smaller fraction of a matrix's norm remains, rounding errors are at least a thousandth of the result."""
+"""Minimum fraction of a matrix's norm that must remain after a subtraction.
+
+Below this fraction, rounding errors are at least a thousandth of the result, so the subtraction is refused.
+"""
 _REMEDY = "Merge the bundles of the other tasks again"
 
 
 def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tuple[int, MergeInput]]:
     """Removes tasks from the inputs of a merge.
 
-    Inputs that consist only of these tasks are dropped after being subtracted from merged inputs that contain them.
+    Inputs that contain only these tasks are first subtracted from merged inputs that contain the same tasks, and then
+    dropped.
 
     Args:
         inputs: The inputs.
@@ -50,7 +58,7 @@ def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tu
         The remaining inputs, each with its index in `inputs`.
 
     Raises:
-        KfacpackError: If a task is in none of the inputs, or if no input remains.
+        KfacpackError: If no input contains one of the tasks, or if no input remains.
         SubtractionError: If a task cannot be subtracted exactly.
     """
     removed = [item for item in inputs if all(parent.task in tasks for parent in item.parents)]
@@ -70,8 +78,8 @@ def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tu
                 merged = subtract_parents(merged, part)
         if remaining_tasks := [parent.task for parent in merged.parents if parent.task in tasks]:
             _require_sums(merged, [TakRule.name])  # for other rules, passing the task's own bundle would not help
-            problem = f"contains {remaining_tasks[0]!r}, whose own bundle is not among the inputs"
-            raise SubtractionError(f"{merged.name}: {problem}. Add it to the inputs, or merge the other tasks again")
+            problem = f"contains the task {remaining_tasks[0]!r}, but the bundle of this task is not among the inputs"
+            raise SubtractionError(f"{merged.name}: {problem}. Add this bundle, or merge the other tasks again")
         remaining.append((index, merged))
     return remaining
 
@@ -87,8 +95,8 @@ def subtract_parents(merged: MergeInput, part: MergeInput) -> MergeInput:
         The curvature of the remaining parents.
 
     Raises:
-        SubtractionError: If the merged factors are not exact sums, if blocks differ, or if too little precision
-            would remain.
+        SubtractionError: If the merged factors are not exact sums, if the blocks of `merged` and `part` do not match,
+            or if too little precision would remain.
     """
     _require_sums(merged, [TakRule.name])
     if part.curvature.about.merge:
@@ -138,7 +146,7 @@ def _subtract_block(
 
 
 def _remaining_output_scale(merged: MergeInput, part: MergeInput, factor: float) -> OutputScale | None:
-    """Returns the scale of f over the remaining tasks, which is the weighted mean without the subtracted tasks."""
+    """Returns the scale of f over the remaining tasks, as a weighted mean without the subtracted tasks."""
     whole, removed = (item.curvature.about.output_scale for item in (merged, part))
     if whole is None or removed is None:
         return None

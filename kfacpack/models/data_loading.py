@@ -1,7 +1,7 @@
-"""Turns examples into batches, in this process or in worker processes, moves them to a device, and runs models on them.
+"""Prepares batches of examples, moves batches to a device, and runs models on batches.
 
-Batches are read with torch's `DataLoader`. The number of worker processes changes neither the batches nor their order,
-so it does not affect any result.
+Batches are prepared with torch's `DataLoader`, in this process or in worker processes. The number of worker processes
+changes neither the batches nor their order, so it does not affect any result.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kfacpack.tasks.task import Example, Split, batched
 SplitSource: TypeAlias = tuple[Split, str]
 """A split and the name of its task."""
 BatchIndices: TypeAlias = tuple[int, Sequence[int]]
-"""Index into a sequence of sources, and the indices of the examples of this source that form a batch."""
+"""Index of a `SplitSource` in a sequence, and the indices of the examples in this split that form a batch."""
 
 MAX_WORKERS = 4
 """Maximum number of worker processes when the number is chosen automatically."""
 WORKERS_LIMIT = 256
-"""Maximum number of worker processes that can be requested. All of them are started, even if there are few batches."""
+"""Maximum number of worker processes that can be requested. All of these processes are started at once."""
 _requested_workers: int | None = 0
 
 
@@ -50,20 +50,20 @@ def use_workers(count: int | None) -> None:
     """Sets the number of worker processes that prepare batches.
 
     Args:
-        count: Number of processes, at most `WORKERS_LIMIT`; 0 prepares batches in this process. None chooses
-            automatically: at most `MAX_WORKERS` if images have to be decoded from files, otherwise 0.
+        count: Number of processes, at most `WORKERS_LIMIT`. If 0, batches are prepared in this process. If None, the
+            number is chosen automatically: at most `MAX_WORKERS` if images have to be decoded, otherwise 0.
 
     Raises:
         KfacpackError: If `count` is negative or larger than `WORKERS_LIMIT`.
     """
     global _requested_workers
     if count is not None and not 0 <= count <= WORKERS_LIMIT:
-        raise KfacpackError(f"workers {count}: expected a number from 0 to {WORKERS_LIMIT}")
+        raise KfacpackError(f"invalid number of workers {count}; expected a number from 0 to {WORKERS_LIMIT}")
     _requested_workers = count
 
 
 def requested_workers() -> int | None:
-    """Returns the number of worker processes set by `use_workers`."""
+    """Returns the number of worker processes set by `use_workers`, or None if it is chosen automatically."""
     return _requested_workers
 
 
@@ -72,7 +72,7 @@ def batches(
 ) -> Generator[Batch, None, None]:
     """Yields one prepared batch for each entry of `indices`, in order.
 
-    If you do not read the generator to its end, close it, so that its worker processes exit.
+    If you do not exhaust the generator, close it, so that its worker processes exit.
 
     Args:
         model: Model that prepares the examples.
@@ -82,7 +82,7 @@ def batches(
         pin_memory: Whether to return tensors in pinned memory if the model is on a CUDA device.
 
     Raises:
-        KfacpackError: If an example cannot be read, or a worker process exited unexpectedly.
+        KfacpackError: If an example cannot be read, or a worker process exits unexpectedly.
     """
     workers = _num_workers(sources)
     loader = DataLoader(
@@ -116,20 +116,20 @@ def step_batches(
     steps: Iterable[Sequence[BatchIndices]],
     labels: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> Generator[list[Any], None, None]:
-    """Yields, for each step, the list of its batches, which are moved to the model's device in one copy.
+    """Yields the batches of each step as a list. The batches are moved to the model's device in one copy.
 
-    If you do not read the generator to its end, close it, so that its worker processes exit.
+    If you do not exhaust the generator, close it, so that its worker processes exit.
 
     Args:
         model: Model that prepares the examples.
         sources: Splits to read from, each with the name of its task.
         steps: For each batch of each step, the index of its source and the indices of its examples. The iterable is
             read a few batches ahead and may be infinite.
-        labels: Function that maps the indices of N examples to their labels, (N,), on the CPU. If it is given, the
-            lists contain pairs of a batch and its labels instead of batches.
+        labels: Function that maps the indices of N examples to their labels, (N,), on the CPU. If this function is
+            given, the lists contain (batch, labels) pairs instead of batches.
 
     Raises:
-        KfacpackError: If an example cannot be read, or a worker process exited unexpectedly.
+        KfacpackError: If an example cannot be read, or a worker process exits unexpectedly.
     """
     move = BatchMover(next(model.module.parameters()).device)
     ahead, steps = tee(steps)
@@ -143,7 +143,7 @@ def step_batches(
 
 
 class BatchMover:
-    """A function that moves batches to a device, with one copy for all tensors of a batch.
+    """A callable that moves batches to a device, with one copy for all tensors of a batch.
 
     On CUDA devices, the copy runs on a separate stream, from pinned memory, in parallel with earlier work. The values
     of integer and Boolean tensors also stay on the CPU (see `MirroredTensor`), so that models can read them without
@@ -158,7 +158,7 @@ class BatchMover:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: ModelInput) -> Any:
-        """Returns the batch with its tensors on the device. The tensors may be views of one buffer."""
+        """Returns the batch with its tensors on the device. The tensors may be views of a shared buffer."""
         tensors = tensors_of(batch)
         if not tensors or all(tensor.device == self._device for tensor in tensors):
             return batch
@@ -174,7 +174,7 @@ class BatchMover:
 
 
 class DeferredValues:
-    """The values of a tensor, which are read at a later time, so that more work can be queued on the device first.
+    """The values of a tensor, to be read later, so that more work can be queued on the device in the meantime.
 
     Args:
         tensor: The tensor. It must not be modified before the values are read. If the tensor is on a CUDA device, it
@@ -276,7 +276,7 @@ def outputs(
         task: Name of the task.
         indices: Indices of the examples.
         batch_size: Examples per batch.
-        forward: Function that computes f from a batch, such as that of an edited model. Defaults to `model.forward`.
+        forward: Function that computes f from a batch, for example with edited weights. Defaults to `model.forward`.
 
     Yields:
         For each batch, the indices of its examples, and f for these examples, (N, C), in at least float32.
@@ -310,23 +310,23 @@ def name_task_in_errors(split: Split, task: str, chosen: Sequence[int]) -> Itera
 
 
 _FINGERPRINT_EXAMPLES = 32
-"""Maximum number of examples that a fingerprint prepares. Changes in other examples are not detected."""
+"""Maximum number of examples that are prepared for a fingerprint. Changes in other examples are not detected."""
 
 
 def fingerprint(
     model: Model, split: Split, task: str, indices: Sequence[int] | None = None, *, labels: bool = False
 ) -> str:
-    """Returns a digest by which changes in the data are detected.
+    """Returns a digest of the data, for detecting changes.
 
-    The digest covers the number of examples and up to 32 prepared examples, evenly spaced and including the first and
-    the last. Changes in other examples are not detected. Computing the digest takes about as long as preparing a
-    batch.
+    The digest covers the number of examples and up to 32 prepared examples, which are evenly spaced and include the
+    first and the last example. Changes in other examples are not detected. Computing the digest takes about as long as
+    preparing one batch.
 
     Args:
         model: Model that prepares the examples.
         split: Split to read.
         task: Name of the task.
-        indices: Indices of the examples; defaults to the whole split.
+        indices: Indices of the examples. Defaults to the whole split.
         labels: Whether to include the labels of all examples.
 
     Returns:

@@ -1,8 +1,8 @@
 """Helpers that treat a module as a function f of a batch and of the module's parameters.
 
 They call a model on a batch (a tensor, tuple or dict), select parameters by name or pattern, and temporarily switch a
-module to eval mode. f has shape (N, C): N examples, width C. In language models, one example may have several
-consecutive rows of f.
+module to eval mode. f has shape (N, C), where N is the number of examples and C is the width of f. In language models,
+one example may have several consecutive rows of f.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _PATCH_LOCK = threading.RLock()
 def reentrant_checkpoints_refused(remedy: str) -> Iterator[None]:
     """Context manager that raises an error if this thread calls `torch.utils.checkpoint` with `use_reentrant=True`.
 
-    Such a call runs a part of the model without gradients. The parameters of this part are missing from the graph.
+    Such a call runs part of the model without gradients. The autograd graph lacks the parameters of this part.
 
     Args:
-        remedy: What to do instead, for the error message.
+        remedy: Advice to the user, for the error message.
 
     Raises:
         KfacpackError: If the model makes such a call.
@@ -70,7 +70,7 @@ def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> T
     Args:
         forward: Function that computes f from a batch.
         batch: A tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
-        finite: Whether to check that f is finite, which synchronises with the device.
+        finite: Whether to check that f is finite. The check waits for the device.
 
     Returns:
         f, of shape (N, C).
@@ -80,7 +80,7 @@ def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> T
         NotFiniteError: If f contains NaN or Inf.
     """
     if not isinstance(batch, (Tensor, Mapping, list, tuple)):
-        raise KfacpackError(f"expected a batch that is a tensor, a tuple or a dict, got {type(batch).__name__}")
+        raise KfacpackError(f"expected the batch to be a tensor, tuple, list or dict, got {type(batch).__name__}")
     if (sizes := [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]) and not any(sizes):
         raise KfacpackError("the batch is empty; expected at least one example")
     try:
@@ -89,12 +89,12 @@ def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> T
         else:
             f = forward(**batch) if isinstance(batch, Mapping) else forward(*batch)
     except TypeError as error:
-        hint = "A batch must contain the arguments of f without labels; use ((x,) for x, y in loader) to drop labels"
+        hint = "A batch must contain the model's inputs without labels; use ((x,) for x, y in loader) to drop labels"
         raise KfacpackError(f"the model cannot be called with this batch: {error}. {hint}") from error
     if not isinstance(f, Tensor) or f.dim() != 2 or not f.is_floating_point() or 0 in f.shape:
         output = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
-        problem = f"expected the model to return f as floats of shape (examples, width), got {output}"
-        raise KfacpackError(f"{problem}. Pass a function, such as forward=lambda x: model(x).pooler_output")
+        problem = f"expected the model to return a float tensor of shape (examples, width), got {output}"
+        raise KfacpackError(f"{problem}. Pass a function that does, such as forward=lambda x: model(x).pooler_output")
     if finite:
         require_finite(f)
     return f
@@ -145,7 +145,7 @@ def to_device(batch: ModelInput, device: torch.device) -> Any:
 
 
 _READS = frozenset(("__bool__", "__int__", "__index__", "__float__", "item", "tolist"))
-"""Functions that return the values of a tensor to Python."""
+"""Names of functions that return the values of a tensor as Python objects."""
 _MIRRORED = frozenset((
     "to", "bool", "int", "long", "detach", "clone", "contiguous", "flatten", "view", "reshape", "squeeze", "unsqueeze",
     "expand", "transpose", "permute", "__getitem__", "all", "any", "sum", "amax", "amin", "max", "min", "cumsum",
@@ -154,15 +154,15 @@ _MIRRORED = frozenset((
     "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or",
     "__invert__", "__and__", "__or__", "__rand__", "__ror__",
 ))  # fmt: skip
-"""Functions whose results are mirrored too. The results depend only on the arguments, and are exact for integers."""
+"""Names of functions whose results are mirrored too. The functions are deterministic and exact for integers."""
 
 
 class MirroredTensor(Tensor):
-    """An integer or Boolean tensor on a device, with a copy of its values on the CPU that is read without waiting.
+    """An integer or Boolean tensor on a device, with a CPU copy that can be read without waiting for the device.
 
-    Models may read values of their batch: transformers, for example, checks whether a mask contains padding. The result
-    of a function in `_MIRRORED` is mirrored as well; its values are computed on the CPU when they are first read. Other
-    functions are applied to the tensor on the device. After an in-place change, values are read from the device.
+    Some models read values of their inputs; for example, transformers checks whether a mask contains padding. The
+    result of a function in `_MIRRORED` is mirrored as well, and its CPU copy is computed when it is first read. Other
+    functions return ordinary tensors. After an in-place change, values are read from the device.
     """
 
     device_tensor: Tensor
@@ -174,11 +174,11 @@ class MirroredTensor(Tensor):
     def of(cls, tensor: Tensor, host: Tensor | Callable[[], Tensor]) -> Tensor:
         """Returns a mirrored tensor, or `tensor` itself if it is a float, complex or inference tensor.
 
-        Inference tensors do not record modifications, so a copy of their values may become outdated.
+        Inference tensors do not record modifications, so an outdated copy could not be detected.
 
         Args:
             tensor: The tensor on the device.
-            host: The same values on the CPU, or a function that returns them.
+            host: A CPU tensor with the same values, or a function that returns this tensor.
         """
         if tensor.is_floating_point() or tensor.is_complex() or tensor.is_inference():
             return tensor
@@ -198,7 +198,7 @@ class MirroredTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a torch function: on the CPU copy if it only reads values, otherwise on the device."""
+        """Calls a torch function on the CPU copies if it only reads values, otherwise on the device tensors."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         tensors = _nested_tensors([*args, *kwargs.values()])
         known = all(isinstance(tensor, cls) and tensor.is_current() for tensor in tensors)
@@ -222,7 +222,7 @@ class MirroredTensor(Tensor):
 
 
 def device_tensor(value: Any) -> Any:
-    """Returns the tensor on the device if the value is a mirrored tensor, and any other value unchanged."""
+    """Returns the device tensor of a mirrored tensor; returns any other value unchanged."""
     return value.device_tensor if isinstance(value, MirroredTensor) else value
 
 
@@ -232,7 +232,7 @@ def host_copy(tensor: Tensor) -> Tensor | None:
 
 
 def _replaced(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Applies `function` to every item of nested lists, tuples and dicts, and returns the same structure."""
+    """Applies `function` to every item of nested lists, tuples and dicts; returns the results in the same structure."""
     if type(value) in (list, tuple):
         return type(value)(_replaced(item, function) for item in value)
     if type(value) is dict:
@@ -241,14 +241,14 @@ def _replaced(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _nested_tensors(value: Any) -> list[Any]:
-    """Returns all tensors among the arguments of a call."""
+    """Returns all tensors in nested lists, tuples and dicts."""
     tensors: list[Any] = []
     _replaced(value, lambda item: tensors.append(item) if isinstance(item, Tensor) else None)
     return tensors
 
 
 _RAW_READS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage"))
-"""Methods that read the memory of a tensor without calling an operation that a dispatch mode can intercept."""
+"""Names of methods that read the memory of a tensor without calling an operation that a dispatch mode can intercept."""
 
 
 @contextmanager
@@ -306,7 +306,7 @@ class TensorPack:
     Tensors with the widest elements come first, so that all tensors are aligned without padding.
 
     Args:
-        tensors: The tensors, which are copied.
+        tensors: The tensors to copy into the buffer.
         pin: Whether to allocate pinned memory, from which a GPU can copy asynchronously.
     """
 
@@ -318,7 +318,7 @@ class TensorPack:
         self.nbytes = end
         """Size of the buffer in bytes."""
         self.buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
-        """The buffer, with the bytes of all tensors."""
+        """The buffer, which contains the bytes of all tensors."""
         for view, tensor in zip(self.views(self.buffer), tensors, strict=True):
             view.copy_(tensor)
 
@@ -335,9 +335,9 @@ class TensorPack:
 
 
 ANSWERS = "answers"
-"""Key of the mask of positions that have a row in f, (N, length) or (N, sequences per example, length).
+"""Key of the mask that marks the positions with a row in f, (N, length) or (N, sequences per example, length).
 
-Only in batches of models that may have several rows of f per example."""
+Only the batches of models that may have several rows of f per example contain this key."""
 
 
 def padding_mask(batch: ModelInput) -> Tensor | None:
@@ -358,7 +358,7 @@ def rows_per_example(batch: ModelInput) -> list[int] | None:
 def answer_positions(batch: ModelInput, count: int) -> tuple[Tensor, Tensor]:
     """Returns, for each row of f, the index of its example and the token that it predicts.
 
-    The predicted token is the one that follows the position of the row.
+    The predicted token is the token after the position that belongs to the row.
 
     Args:
         batch: A batch with several rows per example.
@@ -391,7 +391,7 @@ def eval_mode(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[No
     chosen = {id(parameter) for parameter in parameters.values()}
     for name, parameter in parameters.items():
         if is_lazy(parameter) or parameter.is_meta:
-            raise KfacpackError(f"parameter {name!r} has no values; load or initialise the model first")
+            raise KfacpackError(f"parameter {name!r} is not initialised; load or initialise the model first")
         if parameter.is_inference():
             problem = "was created in torch.inference_mode and cannot be differentiated"
             raise KfacpackError(f"parameter {name!r} {problem}; load the model outside of inference mode")
@@ -423,7 +423,7 @@ def select_parameters(
 ) -> dict[str, Tensor]:
     """Selects parameters of a module by name.
 
-    A parameter with several names (tied weights) can be selected by any of them and is returned under the first.
+    A parameter with several names (tied weights) can be selected by any of them and is returned under its first name.
 
     Args:
         model: Module to select from.
@@ -478,23 +478,23 @@ def require_unsharded(model: nn.Module) -> None:
         KfacpackError: If the module is wrapped by FSDP, or a parameter is a `DTensor` (FSDP2, tensor parallelism).
     """
     remedy = (
-        "Each process needs the whole model: use data parallelism without sharding, and --offload, --micro-batch-size "
-        'and compressed bundles if memory is short; see "A model that does not fit" in docs/how-to/several-gpus.md'
+        "Each process needs the whole model. Use data parallelism without sharding; to save memory, use --offload, "
+        '--micro-batch-size or compressed bundles (see "A model that does not fit" in docs/how-to/several-gpus.md)'
     )
     # Neither class exists in a process that has not imported its module, and importing them takes seconds.
     wrapper: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     if any(isinstance(module, wrapper) for module in model.modules()):
-        problem = "the parameters of a module in FullyShardedDataParallel are sharded; expected whole parameters"
+        problem = "a module is wrapped by FullyShardedDataParallel, which shards parameters; expected whole parameters"
         raise KfacpackError(f"{problem}. {remedy}")
     sharded: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for name, parameter in model.named_parameters():
         if isinstance(parameter, sharded):
             placements = ", ".join(map(str, parameter.placements))
-            actual = f"a DTensor over {parameter.device_mesh.size()} processes, placed as {placements}"
+            actual = f"a DTensor on {parameter.device_mesh.size()} processes with placements {placements}"
             shape = list(parameter.shape)
             raise KfacpackError(f"parameter {name!r}: expected a whole tensor of shape {shape}, got {actual}. {remedy}")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Converts half-precision tensors to float32, because a small change in f would be rounded away in bfloat16."""
+    """Converts a half-precision tensor to float32, because half precision would round away small changes in f."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,6 +1,6 @@
 """Heads: frozen maps from f to the logits of classes, or of the tokens in a completion.
 
-Notation: K is the number of classes, C the width of f, N the number of examples. The logit of class k is w_k·f + b_k.
+K is the number of classes, C is the width of f, and N is the number of examples. The logit of class k is w_k·f + b_k.
 
     from texts        w_k = scale · normalised mean over templates of the class's text embeddings,  b = 0
     from words        w_k = the row of the output layer that predicts the first token of the class's answer,  b = 0;
@@ -9,9 +9,9 @@ Notation: K is the number of classes, C the width of f, N the number of examples
 
 where m_k is the mean of f over the class's training examples, and c is the mean of all m_k. For texts, `scale` is the
 logit scale of the model. For prototypes, this scale would make the first training steps too large, because the angles
-between prototypes are larger than those between text embeddings. The `scale` of prototypes is therefore the value, at
-most the model's logit scale, that minimises the cross-entropy on the training examples. Heads are computed from the
-pretrained weights and do not change during training.
+between prototypes are larger than those between text embeddings. For prototypes, `scale` is therefore the value that
+minimises the cross-entropy on the training examples, with the model's logit scale as the upper bound. Heads are
+computed from the pretrained weights and do not change during training.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Head:
     classes: tuple[str, ...]
     """Names of the K classes."""
     origin: HeadOrigin
-    """How the head was built: text, words or prototypes."""
+    """What the head was built from: text, words or prototypes."""
 
     def logits(self, f: Tensor) -> Tensor:
-        """Returns the logits.
+        """Returns the logits of the classes.
 
         Args:
             f: Model outputs, (N, C), of any float dtype.
@@ -68,7 +68,7 @@ class Head:
         """Returns the sum of the examples' cross-entropies, and the number of correct predictions.
 
         Args:
-            f: Model outputs, (P, C), with one row per example, or several for language models.
+            f: Model outputs, (P, C). Language models may have several rows per example.
             labels: Classes of the N examples, (N,).
             batch: The batch that f was computed from.
         """
@@ -77,11 +77,11 @@ class Head:
 
     @property
     def is_stored(self) -> bool:
-        """Whether task vector files contain the head. If they do not, the head is rebuilt from the model."""
+        """Whether task vector files contain the head. If False, the head is rebuilt from the model."""
         return True
 
     def of_classes(self, classes: range) -> Head:
-        """Returns a head for a range of this head's classes. Its tensors are views of this head's tensors.
+        """Returns a head for a range of this head's classes. The tensors of both heads share memory.
 
         Args:
             classes: Range of class indices.
@@ -90,7 +90,7 @@ class Head:
         return replace(self, weight=self.weight[rows], bias=self.bias[rows], classes=self.classes[rows])
 
     def to(self, device: torch.device) -> Head:
-        """Returns the head on another device.
+        """Returns a copy of the head on a device.
 
         Args:
             device: Target device.
@@ -106,19 +106,19 @@ class Head:
         if self.classes != other.classes:
             first = next((pair for pair in zip(self.classes, other.classes, strict=False) if pair[0] != pair[1]), None)
             if first is None:
-                return f"they have {len(self.classes)} and {len(other.classes)} classes"
+                return f"the heads have {len(self.classes)} and {len(other.classes)} classes"
             return f"class {first[0]!r} in one head is {first[1]!r} in the other"
         if self.origin != other.origin:
             return f"one head was built from {self.origin}, the other from {other.origin}"
         for attribute, own, others in (("weight", self.weight, other.weight), ("bias", self.bias, other.bias)):
             if own.shape != others.shape or not torch.equal(own.cpu().float(), others.cpu().float()):
-                return f"their {attribute} tensors differ"
+                return f"the heads' {attribute} tensors differ"
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class AnswerHead(Head):
-    """A head that scores each class by the log-likelihood of its answer. It is used if an answer has several tokens.
+    """A head that scores each class by the log-likelihood of its answer. It is used if any answer has several tokens.
 
     `weight` is the output layer, (vocabulary, C). For each example, f has one row per token of each answer.
     """
@@ -126,7 +126,7 @@ class AnswerHead(Head):
     answers: tuple[tuple[int, ...], ...] = ()
     """Tokens of each answer, in the order of the rows of f."""
     answer_of: tuple[int, ...] = ()
-    """For each class, the index of the answer that names it."""
+    """For each class, the index of its answer."""
 
     def logits(self, f: Tensor) -> Tensor:
         """Returns the log-likelihoods of the classes.
@@ -145,7 +145,7 @@ class AnswerHead(Head):
 
     @cached_property
     def _indices(self) -> tuple[Tensor, Tensor]:
-        """The tokens of all answers, and `answer_of`, as tensors on the device."""
+        """The tokens of all answers, and `answer_of`, as tensors on the device of the head."""
         tokens = [token for answer in self.answers for token in answer]
         device = self.weight.device
         return torch.tensor(tokens, device=device), torch.tensor(self.answer_of, device=device)
@@ -169,7 +169,7 @@ class CompletionHead(Head):
     """
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the sums over examples of the mean cross-entropy per token and of the fraction of correct tokens."""
+        """Returns the mean cross-entropy per token and the fraction of correct tokens, summed over the examples."""
         examples, targets = (tensor.to(f.device) for tensor in answer_positions(batch, len(f)))
         counts = torch.zeros_like(labels, dtype=f.dtype).index_add_(
             0, examples, torch.ones_like(examples, dtype=f.dtype)
@@ -205,12 +205,12 @@ def head_for(
 
     Args:
         model: Pretrained model.
-        task: Task with class names, or with prompts and completions; for the latter, `kind` is ignored.
-        kind: `"text"`, `"words"`, `"prototypes"` or `"auto"`. `"auto"` uses texts if the model has a text tower and
-            the task has templates; otherwise words if f predicts words and the class names start with different tokens;
-            otherwise prototypes.
+        task: Task with class names, or with prompts and completions. In the second case, `kind` is ignored.
+        kind: `"text"`, `"words"`, `"prototypes"` or `"auto"`. `"auto"` selects `"text"` if the model has a text tower
+            and the task has templates. Otherwise, it selects `"words"` if f predicts words that distinguish the
+            classes. In all other cases, it selects `"prototypes"`.
         batch_size: Examples per batch; used only for prototypes.
-        on_progress: Called with the number of training examples done and the total number; used only for prototypes.
+        on_progress: Called with the number of processed examples and the total number; used only for prototypes.
 
     Returns:
         A frozen head.
@@ -260,7 +260,7 @@ def _resolve_kind(model: Model, task: Task, kind: HeadKind) -> HeadKind:
         return "words"
     if kind in ("auto", "prototypes"):
         return "prototypes"
-    raise KfacpackError(f"unknown head {kind!r}; expected auto, text, words or prototypes")
+    raise KfacpackError(f"unknown kind of head {kind!r}; expected auto, text, words or prototypes")
 
 
 def _require_text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], Tensor]:
@@ -296,8 +296,8 @@ def word_head(model: Model, task: Task) -> Head:
 
     Raises:
         KfacpackError: If the model does not predict words, the template has no answer for a class, or the words of two
-            classes start with the same token. If the template has answers of several tokens, only equal answers are
-            refused.
+            classes start with the same token. If an answer in the template has several tokens, different answers may
+            start with the same token.
     """
     if answers := _answers(model, task):
         return _answer_head(model, task, answers)
@@ -353,7 +353,9 @@ def _word_rows(model: Model, task: Task) -> Tensor:
     weight = model.word_weights(_label_words(model, task))
     if (identical := _first_identical_rows(weight)) is not None:
         names = " and ".join(repr(printable(classes[k])) for k in identical)
-        raise KfacpackError(f"{printable(task.name)}: the words for {names} start with the same token in {model.name}")
+        problem = f"the words for {names} start with the same token in {model.name}"
+        remedy = "use --head prototypes (head='prototypes' or kind='prototypes')"
+        raise KfacpackError(f"{printable(task.name)}: {problem}; {remedy}")
     return weight
 
 
@@ -394,14 +396,14 @@ def prototype_head(
 ) -> Head:
     """Builds a head from the class means of f over the training split.
 
-    Uses all examples of a class, or `MAX_PER_CLASS` evenly spaced ones if there are more. For a class split
-    (`NAME@k/n`), the head has the prototypes of all classes of the whole task.
+    Uses at most `MAX_PER_CLASS` evenly spaced examples of each class. For a class split (`NAME@k/n`), the head has the
+    prototypes of all classes of the whole task.
 
     Args:
         model: Pretrained model.
         task: Task with class names.
         batch_size: Examples per batch.
-        on_progress: Called with the number of training examples done and the total number.
+        on_progress: Called with the number of processed training examples and their total number.
 
     Raises:
         KfacpackError: If the class names are unknown, or a class has no training example.
@@ -435,8 +437,8 @@ def prototype_head(
 def _best_scale(cosines: Tensor, labels: Tensor, limit: float) -> float:
     """Returns the factor that turns cosines, (N, K), into the logits with the smallest cross-entropy.
 
-    The factors tried range from 1 to `limit`, in steps of 12%. Without a limit, there would be no minimum if all
-    examples are classified correctly.
+    The candidate factors range from 1 to `limit` in steps of 12%. Without a limit, the cross-entropy would have
+    no minimum if all examples are classified correctly.
     """
     scales = 10 ** torch.arange(0, 3.01, 0.05, dtype=torch.float64)
     scales = scales[scales <= limit]
@@ -453,7 +455,7 @@ def require_classes(task: Task) -> tuple[str, ...]:
     if not task.classes:
         labelled = "a column of type ClassLabel, images in one folder per class"
         remedy = f"Expected {labelled}, or texts in the columns 'prompt' and 'completion'"
-        raise KfacpackError(f"{printable(task.name)}: unknown class names. {remedy}")
+        raise KfacpackError(f"{printable(task.name)}: the class names are unknown. {remedy}")
     return task.classes
 
 
@@ -481,12 +483,12 @@ def require_matching_classes(head: Head, task: Task) -> None:
 
 
 def _examples_by_class(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:
-    """Returns, for each class, the indices of the examples from which its prototype is to be computed."""
+    """Returns, for each class, the indices of the examples from which its prototype is computed."""
     members: list[list[int]] = [[] for _ in classes]
     for number in range(len(split)):
         members[split.label(number)].append(number)
     if missing := [name for name, indices in zip(classes, members, strict=True) if not indices]:
-        problem = f"class {printable(missing[0])!r} has no example in split {split.source.split!r}"
+        problem = f"class {printable(missing[0])!r} has no examples in split {split.source.split!r}"
         raise KfacpackError(f"{printable(task.name)}: {problem}; a prototype needs at least one example")
     return [_evenly_spaced(indices, MAX_PER_CLASS) for indices in members]
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from kfacpack.errors import KfacpackError
 from kfacpack.models.functional import Forward, ModelInput, call_model, tensors_of
 
-ORDINARY = "Estimate it without --stream (stream=False)"
+ORDINARY = "Estimate the curvature without --stream (stream=False)"
 """Remedy for a model whose curvature cannot be estimated layer by layer."""
 
 HIDDEN = "hidden_states"
-"""Keyword argument by which some models of transformers pass the hidden states to a layer."""
+"""Keyword argument with which some models in transformers pass the hidden states to a layer."""
 
 
 class LayerWeights(Protocol):
@@ -69,12 +69,12 @@ class LayerCall:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the hidden states among the arguments of a layer, or None if there are no hidden states."""
+    """Returns the hidden states from the arguments of a layer, or None if the layer receives no hidden states."""
     return kwargs.get(HIDDEN, args[0] if args else None)
 
 
 class _FirstLayerReached(Exception):  # noqa: N818 - not an error: ends a forward pass early
-    """Raised by the first layer to end a forward pass."""
+    """Raised by the first layer to end a forward pass early."""
 
 
 class LayerList:
@@ -83,9 +83,9 @@ class LayerList:
     Args:
         module: Module that contains the list.
         forward: Function that computes f from a batch.
-        parameters: The parameters to estimate, by name. The main list is the one that contains the most elements of
-            these parameters.
-        weights: Loads the weights of a layer when the layer is used; None if all weights are in memory.
+        parameters: The parameters whose curvature is estimated, by name. The main list is the list of layers that
+            contains the most elements of these parameters.
+        weights: Object that loads the weights of a layer when the layer is used; None if all weights are in memory.
 
     Raises:
         KfacpackError: If the model has no list of layers, or a layer shares a parameter with another part of the model.
@@ -138,31 +138,31 @@ class LayerList:
             to_meta(layer)
 
     def check(self, batch: ModelInput) -> None:
-        """Checks on one batch that the layers are called one after another, each on the output of the previous one.
+        """Checks on one batch that the layers are called one after another, each with the output of the previous layer.
 
         Args:
             batch: A small batch on the device of the model.
 
         Raises:
-            KfacpackError: If the layers return anything besides hidden states, are not called one after another, or
-                receive other arguments that depend on parameters; or if f depends on the output of a layer other than
-                the last.
+            KfacpackError: If the layers return tensors other than the hidden states, are not called one after another,
+                or receive other arguments that depend on parameters; or if f depends on the output of a layer other
+                than the last layer.
         """
         self.find_output_form(batch)
         hidden, calls = self.stem(batch)
         if any(tensor.requires_grad for call in calls for tensor in call.tensors()):
-            self._refuse("its layers receive tensors that depend on parameters, such as a learned position bias")
+            self._refuse("the layers receive tensors that depend on parameters, such as a learned position bias")
         marks: list[Tensor] = [torch.empty_like(hidden).copy_(hidden.detach()).requires_grad_() for _ in self.layers]
         f = self._call_with(lambda index, _: self._wrap(marks[index]), batch)
         gradients = torch.autograd.grad(f.sum(), marks, allow_unused=True)
         if any(gradient is not None for gradient in gradients[:-1]):
-            self._refuse("f depends on the output of a layer other than the last")
+            self._refuse("f depends on the output of a layer other than the last layer")
 
     def find_output_form(self, batch: ModelInput) -> None:
-        """Runs the first layer on a small batch, to determine whether layers return a tensor or a tuple.
+        """Determines whether the layers return a tensor or a tuple, by running the first layer on a small batch.
 
         Raises:
-            KfacpackError: If the first layer returns anything besides hidden states.
+            KfacpackError: If the first layer returns tensors other than the hidden states.
         """
         hidden, calls = self._record(batch, first_only=True)
         with self.loaded(0) as layer, torch.no_grad():
@@ -181,19 +181,19 @@ class LayerList:
             batch: The batch, on the device of the model.
 
         Returns:
-            The hidden states that enter the first layer, with their autograd graph, and, for every layer, the other
-            arguments of its call.
+            The hidden states that enter the first layer, with their autograd graph, and the remaining arguments of the
+            call to every layer.
 
         Raises:
             KfacpackError: If the layers are not called one after another.
         """
         hidden, calls = self._record(batch)
         if len(calls) != len(self.layers):
-            self._refuse(f"f uses {len(calls)} of its {len(self.layers)} layers")
+            self._refuse(f"f uses only {len(calls)} of the {len(self.layers)} layers")
         return hidden, calls
 
     def _record(self, batch: ModelInput, *, first_only: bool = False) -> tuple[Tensor, list[LayerCall]]:
-        """Returns the hidden states that enter the first layer and, for every recorded layer, the other arguments.
+        """Returns the hidden states that enter the first layer, and the remaining arguments of every recorded layer.
 
         Args:
             batch: The batch.
@@ -207,7 +207,7 @@ class LayerList:
             hidden = _hidden(args, kwargs)
             if not isinstance(hidden, Tensor) or index != len(calls) or (passed and hidden is not passed[-1]):
                 self._refuse(
-                    "its layers are not called one after another, each once and with the output of the previous one"
+                    "the layers are not called one after another, once each and with the output of the previous layer"
                 )
             assert isinstance(hidden, Tensor)
             received.append(hidden)
@@ -221,7 +221,7 @@ class LayerList:
         with self._replaced(record), suppress(_FirstLayerReached):
             call_model(self._forward, batch, finite=False)
         if not calls:
-            self._refuse("f uses none of its layers")
+            self._refuse("f does not use any of the layers")
         return received[0], calls
 
     def head(self, batch: ModelInput, hidden: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class LayerList:
         )
 
     def _call_with(self, output: Callable[[int, Tensor], Any], batch: ModelInput) -> Tensor:
-        """Returns f if every layer is replaced by `output`, a function of the layer's index and input."""
+        """Returns f with every layer replaced by `output`, a function of the layer's index and input."""
 
         def replace(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return output(index, _hidden(args, kwargs))
@@ -261,10 +261,10 @@ class LayerList:
                 layer.__dict__.pop("forward", None)
 
     def _wrapper(self, output: Any, hidden: Tensor) -> Callable[[Tensor], Any]:
-        """Returns a function that turns hidden states into an output of a layer.
+        """Returns a function that converts hidden states to the form in which a layer returns its output.
 
         Args:
-            output: Output of a layer: a tensor, or a tuple that begins with one.
+            output: Output of a layer: a tensor, or a tuple that begins with a tensor.
             hidden: Hidden states that the layer received.
         """
         if isinstance(output, Tensor) and output.shape == hidden.shape:
@@ -272,7 +272,7 @@ class LayerList:
         if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not tensors_of(output[1:]):
             rest = output[1:]
             return lambda hidden: (hidden, *rest)
-        self._refuse("its layers return more than one tensor of hidden states")
+        self._refuse("the layers return something other than a single tensor of hidden states")
         raise AssertionError
 
     def _require_own_parameters(self) -> None:
@@ -282,7 +282,7 @@ class LayerList:
             own = next((p for p in map(self.prefix, range(len(self))) if name.startswith(p)), "")
             first, owner = owners.setdefault(id(parameter), (name, own))
             if owner != own:
-                self._refuse(f"{first!r} and {name!r} are the same parameter, used by several layers")
+                self._refuse(f"{first!r} and {name!r} are the same parameter, which a layer shares with other modules")
 
     def _refuse(self, reason: str) -> None:
         name = type(self._module).__name__
@@ -296,7 +296,7 @@ def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
 
     Args:
         module: Module to search.
-        parameters: Parameters by name, which are compared by their number of elements.
+        parameters: Parameters by name. Lists are compared by the number of elements of these parameters in them.
 
     Raises:
         KfacpackError: If no such list contains any of the parameters.
@@ -313,7 +313,7 @@ def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
             best, most = name, size
     if not best:
         problem = f"the curvature of {type(module).__name__} cannot be estimated layer by layer"
-        reason = "no list of layers of the same type contains selected parameters"
+        reason = "no list of layers of the same type contains any of the selected parameters"
         raise KfacpackError(f"{problem}: {reason}. {ORDINARY}")
     return best
 
@@ -327,7 +327,7 @@ def to_meta(module: nn.Module) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Context manager in which the parameters of new modules are on the meta device. Buffers are not affected."""
+    """Context manager that puts the parameters of new modules on the meta device. Buffers are not affected."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -27,15 +27,15 @@ from kfacpack.tasks.task import Example
 
 
 class UnknownModel(KfacpackError):  # noqa: N818 - part of the public API under this name
-    """Raised if a library has no model of the requested name."""
+    """Raised if a library has no model with the requested name."""
 
 
 def unknown_model(library: str, name: str, names: Iterable[str]) -> UnknownModel:
-    """Returns the error for an unknown model name. Its message suggests similar names.
+    """Returns the error for an unknown model name. The error message suggests similar names.
 
     Args:
         library: Name of the library, such as `"timm"`.
-        name: Model name that the library does not have.
+        name: The unknown model name.
         names: All model names of the library.
     """
     # OpenAI calls a model ViT-B/32 that open_clip calls ViT-B-32.
@@ -52,7 +52,7 @@ class CachedRepository:
     revision: str
     """Commit of the snapshot."""
     files: Mapping[str, Path]
-    """Local paths by file name in the repository."""
+    """Local paths of the files, by file name in the repository."""
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ def cached_repositories() -> Iterator[CachedRepository]:
 
 
 Batch = Tensor | dict[str, Tensor]
-"""Model input on the CPU: a tensor, the only argument of `forward`, or a dictionary of its keyword arguments."""
+"""Model input on the CPU: a tensor, which is the only argument of `forward`, or a dict of keyword arguments."""
 
 WeightsSource = Path | Literal["random"] | None
 """A safetensors file, `"random"` for a random initialisation, or None for the published weights of the model."""
@@ -117,17 +117,17 @@ class Model:
     module: nn.Module
     """The library's module."""
     forward: Callable[..., Tensor]
-    """`forward(batch)` or `forward(**batch)` returns f, (N, C). Moves its input to the module's device and dtype."""
+    """`forward(batch)` or `forward(**batch)` returns f, (N, C). Inputs are moved to the module's device and dtype."""
     function: Function
     """Description of f for manifests."""
     frozen: tuple[str, ...]
     """fnmatch patterns of the parameters that are neither estimated nor trained by default."""
     prepare: Callable[[Sequence[Example], str], Batch]
-    """Turns N examples and their task's name into a batch."""
+    """Turns N examples and the name of their task into a batch."""
     preprocessing: str
     """One-line description of `prepare`, for the manifest."""
     checkpoint: Checkpoint
-    """Saves the module's current weights in a format that its own library can load."""
+    """Saves the module's current weights in a format that the model's library can load."""
     encode_text: Callable[[Sequence[str]], Tensor] | None = None
     """Maps N texts to normalised embeddings, (N, C), without gradients; None if there is no trained text tower."""
     word_weights: Callable[[Sequence[str]], Tensor] | None = None
@@ -137,23 +137,26 @@ class Model:
     answer_tokens: Callable[[str], Sequence[Sequence[int]] | None] | None = None
     """Maps a task name to the tokens of each of the task's answers.
 
-    If this is None, or the function returns None, f has one row per example.
+    If this attribute is None, or the function returns None, f has one row per example.
     """
     answer_classes: Callable[[str], Sequence[str]] | None = None
-    """Maps a task name to the classes that the answers in `answer_tokens` name; None if `answer_tokens` is None."""
+    """Maps a task name to the class of each answer in `answer_tokens`; None if `answer_tokens` is None."""
     output_layer: Callable[[], Tensor] | None = None
-    """Returns W, (vocabulary, C), with next-token probabilities softmax(W f); None if f predicts no tokens."""
+    """Returns the matrix W, (vocabulary, C), for which softmax(W f) are the probabilities of the next token.
+
+    None if f does not predict tokens.
+    """
     layer_weights: LayerWeights | None = None
-    """Loads the weights of a layer when the layer is used; None if all weights are in memory."""
+    """Object that loads the weights of a layer when the layer is used; None if all weights are in memory."""
     logit_scale: float = 100.0
-    """Factor that converts cosine similarities to logits. The default is the final value in CLIP's training."""
+    """Factor that converts cosine similarities to logits. The default is the value at the end of CLIP's training."""
 
     def __repr__(self) -> str:
         count = sum(parameter.numel() for parameter in self.module.parameters())
         return f"<Model {self.name} ({self.family}): {count:,} parameters, f of width {self.function.width}>"
 
     def base(self, parameters: Collection[str]) -> Base:
-        """Returns the identity of the model: its name, and digests of the current values of its parameters.
+        """Returns the identity of the model: its family, name and revision, and digests of its current parameters.
 
         Args:
             parameters: State-dict names of the parameters to include.
@@ -165,7 +168,7 @@ def unwrap_model(model: nn.Module | Model) -> tuple[nn.Module, Callable[..., Ten
     """Returns the module of a model, the function that computes f, and the patterns of the frozen parameters.
 
     Args:
-        model: A `Model`, or a module whose output is f, for which the patterns are empty.
+        model: A `Model`, or a module whose output is f. For a module, there are no patterns.
 
     Raises:
         KfacpackError: If `model` is neither a `Model` nor a module.
@@ -178,7 +181,7 @@ def unwrap_model(model: nn.Module | Model) -> tuple[nn.Module, Callable[..., Ten
 
 
 Loading = Literal["memory", "layers", "shapes"]
-"""How weights are loaded: all at once, layer by layer when used, or not at all (correct shapes, arbitrary values)."""
+"""How weights are loaded: all at once, layer by layer when they are used, or not at all (arbitrary values)."""
 
 
 class ModelRequest(NamedTuple):
@@ -199,7 +202,7 @@ class ModelRequest(NamedTuple):
     prompts: PromptStyle | None = None
     """Prompt style, for families with several styles; None for the model's own style."""
     loading: Loading = "memory"
-    """How the weights are loaded. Only the families `hf` and `lm` use it; the others load all weights into memory."""
+    """How weights are loaded. The families `hf` and `lm` support all values; other families always use `memory`."""
 
     def revision(self, published: str | None) -> str | None:
         """Returns the revision of the requested weights: `published`, `"random-SEED"`, or None for weights in a file.
@@ -213,14 +216,14 @@ class ModelRequest(NamedTuple):
 
 
 class ModelFamily(Protocol):
-    """A kind of model, such as T5 models. Each family is one module and one entry in `FAMILIES`."""
+    """A family of models, such as T5. Each family has one module and one entry in `FAMILIES`."""
 
     prefix: str
     """The part of a model name before the colon; empty for open_clip, whose model names have no prefix."""
     name: str
     """Name of the family in `Model.family` and in manifests."""
     form: str
-    """Accepted forms of a model's name, for messages."""
+    """Accepted forms of a model's name, for error messages."""
     takes_folder: bool
     """Whether the part of a model name after the colon may be a folder."""
     f: str
@@ -234,7 +237,7 @@ class ModelFamily(Protocol):
         """Loads a model.
 
         Raises:
-            UnknownModel: If the library has no model of this name.
+            UnknownModel: If the library has no model with this name.
             KfacpackError: If the weights are missing, invalid or do not match the model.
         """
         ...
@@ -246,7 +249,7 @@ class ModelFamily(Protocol):
 
 @contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
-    """Seeds torch's global generator, which libraries use for initialisation, and restores it afterwards."""
+    """Context manager that seeds torch's global generator for initialising weights, and restores its state on exit."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""Prompts for text models: how classification examples are formatted, and which words name a class.
+"""Prompts for text models: how examples are formatted, and which words denote the classes.
 
 The templates are stored in `prompts.json`, by style and task. The styles are:
 
@@ -7,10 +7,10 @@ The templates are stored in `prompts.json`, by style and task. The styles are:
 - `plain`: a text that a base language model continues with the answer. Answers begin with a space.
 - `chat`: a question to an instruction-tuned language model, formatted with its chat template.
 
-Templates of different tasks have different answers. The penalty in training keeps the change in f on other tasks small
-but not zero, and this change is along the directions that predict the answers of the trained task. If another task had
-the same answers, its logits would therefore change. For a task without a template, the prompt lists the columns, and
-the answers are the class names.
+Templates of different tasks have different answers. The penalty during training keeps the change in f on other tasks
+small but not zero, and this change is along the directions that predict the answers of the trained task. If another
+task had the same answers, its logits would therefore change. For a task without a template, the prompt lists the
+columns, and the answers are the class names.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ PROMPTS: dict[PromptStyle, dict[str, Prompt]] = {
 
 
 def prompt_style(config: Any, default: PromptStyle, styles: Sequence[PromptStyle]) -> PromptStyle:
-    """Returns the prompt style that kfacpack recorded in a model's configuration, or `default` if there is none.
+    """Returns the prompt style that is recorded in a model's config, or `default` if the config records no style.
 
     Args:
-        config: The model's configuration.
-        default: Style to return if the configuration does not record one.
-        styles: Styles of the model's family. A recorded style that is not among these is ignored.
+        config: The model's config.
+        default: Style to return if the config does not record a style.
+        styles: Styles of the model's family. Any other recorded style is ignored.
     """
     recorded = getattr(config, CONFIG_KEY, None)
     return next((style for style in styles if style == recorded), default)
@@ -88,7 +88,7 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
         return [" ".join([task, *(f"{column}: {text}" for column, text in row.items())]) for row in rows]
     if prompt:
         missing = ", ".join(sorted(prompt.columns - set(columns)))
-        problem = f"the {style!r} template of {task!r} uses missing columns: {missing}; available columns:"
+        problem = f"the {style!r} template of {task!r} uses columns that are missing: {missing}; available columns:"
         remedy = "Select the columns with --columns (columns=…), or use another task name"
         raise KfacpackError(f"{problem} {printable(', '.join(columns))}. {remedy}")
     end = "\nAnswer:" if style == "plain" else ""
@@ -109,6 +109,6 @@ def answers(task: str, style: PromptStyle) -> Mapping[str, str]:
 
 
 def label_words(classes: Sequence[str], task: str, style: PromptStyle) -> list[str]:
-    """Returns the answer for each class: the template's answer, or else the class name with spaces for underscores."""
+    """Returns the answer for each class: the template's answer, or the class name with underscores as spaces."""
     by_class, before = answers(task, style), " " if style == "plain" else ""
     return [by_class.get(name, before + name.replace("_", " ")) for name in classes]

@@ -24,14 +24,14 @@ from kfacpack.format.hub_client import hub_errors
 from kfacpack.format.writer import write_plain
 from kfacpack.models.layer_list import main_list
 
-LOCAL_WEIGHTS = "Pass a safetensors file, --weights FILE (weights=FILE), or use --weights random (weights='random')"
+LOCAL_WEIGHTS = "Pass a safetensors file with --weights FILE (weights=FILE), or use --weights random (weights='random')"
 """Remedy for weights that cannot be downloaded."""
 
 _SAFETENSORS_NAMES = {
     "pytorch_model.bin": "model.safetensors",
     "open_clip_pytorch_model.bin": "open_clip_model.safetensors",
 }
-"""Names of safetensors files, by the name of the pickle file that a registry lists for the same Hub repository."""
+"""Names of safetensors files, by the name of the pickle file that a library's registry lists instead."""
 
 
 def check_safetensors(path: Path) -> Path:
@@ -46,12 +46,12 @@ def check_safetensors(path: Path) -> Path:
     Container(path).tensors  # noqa: B018 - reading the header is the check
     if path.suffix != ".safetensors":
         # open_clip and timm load files with any other suffix as pickles.
-        raise KfacpackError(f"{path}: the name of a weights file must end in .safetensors; rename it")
+        raise KfacpackError(f"{path}: the name of a weights file must end in .safetensors; rename the file")
     return path
 
 
 def safetensors_name(filename: str) -> str:
-    """Returns the name of the safetensors file that corresponds to a file, often a pickle, in a library's registry."""
+    """Returns the name of the safetensors file that replaces a file in a library's registry, often a pickle."""
     return _SAFETENSORS_NAMES.get(filename, str(Path(filename).with_suffix(".safetensors")))
 
 
@@ -60,7 +60,7 @@ def download_weights(repository: str, filename: str, model: str) -> Path:
 
     Args:
         repository: Hub repository, optionally with `@revision`.
-        filename: File that the library's registry lists, which may be a pickle.
+        filename: Name of the file that the library's registry lists. This file may be a pickle.
         model: Name of the model, for error messages.
 
     Returns:
@@ -109,8 +109,8 @@ def weights_error(
         path: Safetensors file.
         model: Name of the model.
         error: The exception that the library raised.
-        expected: Function that returns the model's state dict. If a tensor in the file does not match it, the error
-            names this tensor.
+        expected: Function that returns the model's state dict. If a tensor in the file does not match the
+            state dict, the error names this tensor.
         resized: fnmatch patterns of the tensors whose shapes may differ, because the library resizes them on loading.
     """
     if problem := mismatched_tensors(path, expected(), resized):
@@ -168,13 +168,13 @@ class UnloadedWeights(ABC):
         """Returns the values of a parameter, or None if they are missing and f does not use the parameter.
 
         Args:
-            names: Names of the parameter; several if the weights are tied.
+            names: Names of the parameter. A tied parameter has several names.
             shape: Expected shape.
         """
 
 
 class PlaceholderWeights(UnloadedWeights):
-    """Arbitrary values, for forecasts of time and memory, which depend only on shapes.
+    """Arbitrary parameter values, for forecasts of time and memory, which depend only on the parameters' shapes.
 
     To save memory, a matrix outside the layers is a view of a short vector.
     """
@@ -198,7 +198,7 @@ class SafetensorsWeights(UnloadedWeights):
         dtype: Dtype of the parameters.
         device: Device of the parameters.
         files: Safetensors files that together contain all weights.
-        prefix: Prefix, such as `"model"`, by which names in the files may differ from those in the module.
+        prefix: Prefix, such as `"model"`, that names may have in the files but not in the module, or vice versa.
         unused: Name prefixes of parameters that f does not use and that may be missing.
     """
 
@@ -227,7 +227,7 @@ class SafetensorsWeights(UnloadedWeights):
         if not names[0].startswith(self._unused):
             where = self._files[0] if len(self._files) == 1 else self._files[0].parent
             problem = f"{where}: does not contain the weights of this model: {names[0]!r} is missing"
-            remedy = "If the file uses parameter names of an older version of transformers, estimate without --stream"
+            remedy = "If the parameter names are those of an older transformers version, omit --stream (stream=False)"
             raise KfacpackError(f"{problem}. {remedy}")
         self.missing.update(names)
         return None
@@ -246,11 +246,11 @@ class SafetensorsWeights(UnloadedWeights):
 
 
 class Checkpoint(ABC):
-    """The current weights of a module, to be saved in a format that the module's library can load."""
+    """Saves the current weights of a module in a format that the library of the module can load."""
 
     def __init__(self, load_command: Callable[[Path], str]):
         self.load_command = load_command
-        """Function that maps the path of a checkpoint to the line of Python code that loads it."""
+        """Function that maps the path of a checkpoint to a line of Python code that loads the checkpoint."""
 
     @abstractmethod
     def check(self, path: Path) -> None:
@@ -270,14 +270,14 @@ class Checkpoint(ABC):
 
 
 class CheckpointFile(Checkpoint):
-    """A safetensors file that contains the state dict of a module and can be loaded by open_clip and timm."""
+    """A safetensors file that contains the state dict of a module. open_clip and timm can load it."""
 
     def __init__(self, module: nn.Module, load_command: Callable[[Path], str], prefix: str = ""):
         """Creates the checkpoint of a module.
 
         Args:
             module: Module whose state dict is saved.
-            load_command: Function that maps the path of the file to the line of Python code that loads it.
+            load_command: Function that maps the path of the file to a line of Python code that loads the file.
             prefix: Only tensors whose names start with this prefix are saved.
         """
         super().__init__(load_command)
@@ -306,7 +306,7 @@ class CheckpointFolder(Checkpoint):
 
         Args:
             fill: Function that writes the files into an empty folder.
-            load_command: Function that maps the path of the folder to the line of Python code that loads it.
+            load_command: Function that maps the path of the folder to a line of Python code that loads the folder.
         """
         super().__init__(load_command)
         self._fill = fill
@@ -314,7 +314,7 @@ class CheckpointFolder(Checkpoint):
     def check(self, path: Path) -> None:
         """Checks that the path either does not exist or is an empty folder."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            problem = "expected a new folder, but the path is a file or a folder that is not empty"
+            problem = "is a file or a folder that is not empty; expected a new folder"
             raise KfacpackError(f"{path}: {problem}. Choose a path that does not exist")
 
     def save(self, path: Path) -> None:

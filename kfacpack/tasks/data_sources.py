@@ -1,4 +1,4 @@
-"""Data sources: a local folder, or a dataset repository on the Hub, whose files are downloaded when needed.
+"""Data sources: local folders, and dataset repositories on the Hub, whose files are downloaded when needed.
 
 This module also finds the columns of a dataset, by name or by type.
 """
@@ -37,7 +37,7 @@ class DataSource(Protocol):
 
     @property
     def source(self) -> str:
-        """Name to record in manifests, without the location on this machine."""
+        """Name to record in manifests. It does not reveal the location of the data on this machine."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class DataSource(Protocol):
 
     @property
     def expected(self) -> str:
-        """Text for error messages, which describes the expected content or how to obtain the data."""
+        """Description of the expected content, or of how to obtain the data, for error messages."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class DataSource(Protocol):
         ...
 
     def paths(self) -> list[str]:
-        """Returns the relative paths of all files, with forward slashes, at most three levels deep."""
+        """Returns the relative paths, with forward slashes, of all files that are at most three levels deep."""
         ...
 
     def file(self, path: str) -> Path:
@@ -96,7 +96,7 @@ class LocalFolder:
         return self._folder.resolve().name
 
     def paths(self) -> list[str]:
-        """Returns the relative paths of all files, at most three levels deep.
+        """Returns the relative paths of all files that are at most three levels deep.
 
         Raises:
             KfacpackError: If the folder cannot be read, or a file name is not valid UTF-8.
@@ -143,13 +143,13 @@ class DatasetRepository:
     is_local = False
 
     def __init__(self, repository: str, revision: str | None = None, config: str | None = None):
-        """Creates a reference to a repository without making a request.
+        """Creates a reference to a repository without accessing the Hub.
 
         Args:
             repository: `owner/repository`.
             revision: Branch, tag or commit. None for the main branch or, if it contains no parquet files, for the Hub's
                 parquet copy.
-            config: Dataset config, for the download command in error messages.
+            config: Name of the config, for the download command in error messages.
         """
         self.source = repository
         self._revision, self._config = revision, config
@@ -167,14 +167,14 @@ class DatasetRepository:
 
     @property
     def expected(self) -> str:
-        """Text for error messages: the expected content or, if the Hub cannot be reached, how to obtain the data."""
+        """Description of the expected content or, if the Hub cannot be reached, of how to obtain the data."""
         if self._offline_reason is None:
             return "expected train-*.parquet and test-*.parquet at the top level, in data/ or in a config folder"
         problem = f"the Hub cannot be reached ({self._offline_reason}), and the local cache has no other files"
         return f"{problem}; {self._download_remedy}"
 
     def paths(self) -> list[str]:
-        """Returns the paths of all files in the repository or, without network access, of those in the cache.
+        """Returns the paths of all files in the repository or, without network access, of the files in the cache.
 
         Raises:
             HubError: If the repository cannot be read and is not in the cache.
@@ -204,7 +204,7 @@ class DatasetRepository:
             return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=commit))
 
     def digest(self, path: str) -> str:
-        """Returns the commit and the path, which identify the content without downloading it."""
+        """Returns the commit and the path. They identify the content, so that it need not be downloaded."""
         return f"{self.revision}:{path}"
 
     @cached_property
@@ -216,8 +216,8 @@ class DatasetRepository:
                 info = hub_api().dataset_info(self.source, revision=self._revision)
         except HubError as error:
             if self._revision == CONVERTED and isinstance(error.__cause__, RevisionNotFoundError):
-                problem = "is not parquet, and the Hub has no parquet copy of it"
-                remedy = f"Upload it with datasets.Dataset.push_to_hub, which writes parquet, or {LOCAL_DATA}"
+                problem = "contains no parquet files, and the Hub has no parquet copy of the dataset"
+                remedy = f"Upload the dataset with datasets.Dataset.push_to_hub, which writes parquet, or {LOCAL_DATA}"
                 raise HubError(self.name, problem, remedy) from error
             cached = self._cached_snapshot() if error.unreachable else None
             if cached is None:
@@ -230,7 +230,7 @@ class DatasetRepository:
         return _Listing(self._revision, str(info.sha), paths)
 
     def _cached_snapshot(self) -> Path | None:
-        """Returns the snapshot in the Hub cache; None if there is none or it contains no parquet files."""
+        """Returns the folder of the snapshot in the Hub cache, or None if no snapshot contains parquet files."""
         for revision in (self._revision,) if self._revision else (None, CONVERTED):
             cached = snapshot(self.source, revision, "dataset")
             if cached and any(path.endswith(".parquet") for path in _walk(cached, MAX_DEPTH)):
@@ -267,7 +267,7 @@ def data_source_of(data: str | os.PathLike[str]) -> tuple[DataSource, str | None
         data: A folder, or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].
 
     Returns:
-        The data source, and the name of the config in the address or, if the address names no config, None.
+        The data source, and the name of the config, or None if the address does not contain a config.
 
     Raises:
         KfacpackError: If the address is invalid, or there is no such folder.
@@ -310,14 +310,14 @@ _REMEDY = f"Choose the columns with --columns (columns=…): {COLUMNS_FORM}"
 
 @dataclass(frozen=True)
 class RequestedColumns:
-    """Columns requested by name. Each may have several possible names; the first that exists is used."""
+    """Columns requested by name. A column may have several possible names; the first existing name is used."""
 
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Possible column names for each key of an example. If empty, input columns are found by type."""
     label: tuple[str, ...] = ()
     """Possible names of the label column. If empty, the label column is found by type."""
     required: bool = True
-    """Whether a missing column is an error; otherwise, all input columns are found by type instead."""
+    """Whether to raise an error if a requested column is missing. If False, input columns are found by type instead."""
 
 
 @dataclass(frozen=True)
@@ -325,15 +325,15 @@ class Columns:
     """The columns of a dataset that contain the inputs and the labels."""
 
     inputs: dict[str, str]
-    """Input column for each key of an example: {"image": COLUMN}, or every text column under its own name."""
+    """Name of the input column for each key of an example. The key of an image is "image"."""
     label: str | None
-    """Label column, if there is one."""
+    """Name of the label column; None if there is no label column."""
     classes: tuple[str, ...] | None
-    """Class names of a ClassLabel column; None for a column of numbers or strings, whose values are the classes."""
+    """Class names of a ClassLabel column. If None, the values of the label column, if there is one, are the classes."""
     values: tuple[Any, ...] | None = None
     """Distinct values of a label column without class names, in the order of the classes; None before they are read."""
     by_type: bool = False
-    """Whether the input columns were found by type because requested columns are missing."""
+    """Whether the input columns were found by type because requested columns were missing."""
 
     @property
     def by_value(self) -> bool:
@@ -367,11 +367,11 @@ def parse_columns(text: str) -> RequestedColumns:
 
 
 def find_columns(features: Any, location: str, requested: RequestedColumns | None = None) -> Columns:
-    """Finds the columns of a dataset: requested columns by name, others by type.
+    """Finds the requested columns of a dataset by name, and other columns by type.
 
-    By type, the input is the only image column or, if there is no image column, all text columns. The label is the only
-    ClassLabel column or, if there is none, a column named label or labels. If no column is requested and there are text
-    columns named prompt and completion, these are the inputs, and there is no label.
+    The input found by type is the only image column or, if there is no image column, all text columns. The label found
+    by type is the only ClassLabel column or, if there is none, a column named label or labels. If no column is
+    requested and there are text columns named prompt and completion, these are the inputs, and there is no label.
 
     Args:
         features: `datasets.Features` of the data.
@@ -382,7 +382,7 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
         The columns of the inputs and of the label.
 
     Raises:
-        KfacpackError: If a required column is missing or has the wrong type, or there are several candidates.
+        KfacpackError: If a column is missing or has the wrong type, or several columns could be the input or the label.
     """
     requested = requested or RequestedColumns()
     if not (requested.inputs or requested.label) and all(name in features for name in COMPLETION_COLUMNS):
@@ -396,7 +396,7 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
     missing = [names for key, names in requested.inputs.items() if named[key] is None]
     missing += [requested.label] if requested.label and label is None else []
     if missing and requested.required:
-        problem = f"no column {printable(' or '.join(missing[0]))!r}; the columns are {_join(features)}"
+        problem = f"no column {printable(' or '.join(map(repr, missing[0])))}; available columns: {_join(features)}"
         raise KfacpackError(f"{location}: {problem}. {_REMEDY}")
     label = label or _label_by_type(features, location)
     if missing or not named:
@@ -449,15 +449,15 @@ def _inputs_by_type(features: Any, location: str, label: str | None) -> dict[str
     if image := _only(images, "images", location):
         return {IMAGE: image}
     if not texts:
-        problem = f"no column of images or texts; available columns: {_join(features) or 'none'}"
-        remedy = "Expected features of type Image or string, as datasets.Dataset.to_parquet writes them"
+        problem = f"no column contains images or texts; available columns: {_join(features) or 'none'}"
+        remedy = "Expected a column of type Image or string, as datasets.Dataset.to_parquet writes it"
         raise KfacpackError(f"{location}: {problem}. {remedy}")
     return {name: name for name in texts}
 
 
 def _only(columns: list[str], kind: str, location: str) -> str | None:
     if len(columns) > 1:
-        problem = f"{len(columns)} columns of {kind}, {_join(columns)}; expected one"
+        problem = f"{len(columns)} columns contain {kind}: {_join(columns)}; expected only one"
         raise KfacpackError(f"{location}: {problem}. {_REMEDY}")
     return columns[0] if columns else None
 
@@ -470,7 +470,7 @@ def _require_type(features: Any, key: str, column: str, location: str) -> None:
         is_valid, expected = _is_text(feature), "texts"
     if not is_valid:
         found = f"column {printable(column)!r} has type {printable(str(feature))}"
-        raise KfacpackError(f"{location}: {found}; expected {expected}. {_REMEDY}")
+        raise KfacpackError(f"{location}: {found}; expected a column of {expected}. {_REMEDY}")
 
 
 def _class_names(features: Any, label: str | None, location: str) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""Tasks from local files or the Hub: parquet or JSON Lines files, or images in one folder per class.
+"""Tasks from local files or from the Hub: parquet files, JSON Lines files, or images in class folders.
 
 Examples are read when they are accessed.
 """
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 WHITE = 2**16 - 1
 SIXTEEN_BITS = ("PNG", "PPM")
-"""Formats with at most 16 bits per pixel, although Pillow decodes them to 32-bit integers."""
+"""Image formats with at most 16 bits per channel, which Pillow nevertheless decodes to 32-bit integers."""
 
 
 def to_8_bit(image: Image) -> Image:
     """Scales 16-bit greyscale images to 8 bits and returns other images unchanged.
 
-    Pillow's own conversion to RGB clips such pixels at 255, which turns the image white.
+    Pillow's own conversion to RGB clips 16-bit pixel values at 255, which turns the image white.
 
     Raises:
-        ValueError: If the pixels are floating-point or 32-bit numbers, whose white level is unknown.
+        ValueError: If the pixel values are floating-point or 32-bit numbers, because their white level is unknown.
     """
     if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
         return image
@@ -53,7 +53,7 @@ def to_8_bit(image: Image) -> Image:
 
     if image.mode == "F" or (image.mode == "I" and image.format not in SIXTEEN_BITS):
         kind = "floating-point" if image.mode == "F" else "32-bit"
-        problem = f"the pixels are {kind} numbers, expected 8-bit or 16-bit integers"
+        problem = f"the pixel values are {kind} numbers, expected 8-bit or 16-bit integers"
         raise ValueError(f"{problem}; store the image as PNG or JPEG")
     scaled = Image.fromarray((np.asarray(image) // (WHITE // 255)).astype(np.uint8))
     scaled.format = image.format
@@ -79,7 +79,7 @@ class LocalSplit:
             columns: Input and label columns.
             source: Origin of the data, as recorded in manifests.
             rows: Rows of the data that belong to the split.
-            stored: Name of the split in the files, for error messages.
+            stored: Name of the split in the data, for error messages.
             files: Path of the image file of each row; None if the rows are stored in parquet or JSON Lines files.
         """
         self.source = source
@@ -100,7 +100,7 @@ class LocalSplit:
         except Exception as error:  # Pillow's errors for sizes, EXIF data and damaged files have no common base class
             raise KfacpackError(f"{self._location(index)}: the image cannot be read: {first_line(error)}") from error
         if empty := [key for key, value in example.items() if value is None]:
-            raise KfacpackError(f"{self._location(index)}: {empty[0]!r} is null; remove such rows")
+            raise KfacpackError(f"{self._location(index)}: {empty[0]!r} is null; remove rows with null values")
         return example
 
     def label(self, index: int) -> int:
@@ -111,16 +111,16 @@ class LocalSplit:
         """
         if self._columns.label is None:
             remedy = "Select a column of strings or integers: --columns label=COLUMN (columns='label=COLUMN')"
-            raise KfacpackError(f"{self.source.dataset}: there is no column of class labels. {remedy}")
+            raise KfacpackError(f"{self.source.dataset}: the data has no column of class labels. {remedy}")
         label = self._labels[self._rows[index]]
         if label not in self._class_of:
             text = printable(str(label))
-            raise KfacpackError(f"{self._location(index)}: label {text} is not a class; remove such rows")
+            raise KfacpackError(f"{self._location(index)}: label {text} is not a class; remove rows with this label")
         return self._class_of[label]
 
     @cached_property
     def _class_of(self) -> dict[Any, int]:
-        """Class indices by value of the label column."""
+        """Class index for each value of the label column."""
         values = self._columns.values or range(len(self._columns.classes or ()))
         return {value: number for number, value in enumerate(values)}
 
@@ -141,10 +141,10 @@ TEMPLATES = ("a photo of a {}.",)
 class LocalTask:
     """A task whose examples are read from files. Implements `Task`.
 
-    Splits are recognised by file name; files are opened or downloaded when a split is read. A split of the data that is
-    named valid, val or dev becomes `validation`. If the data has no validation split, a fixed tenth of `train`, at most
-    5000 examples, is held out as `validation` and excluded from `train`. If `train` has fewer than ten examples, it is
-    too small for that, and there is no `validation`.
+    Splits are recognised by file name. Files are opened or downloaded when a split is read. A stored split named valid,
+    val or dev becomes `validation`. If the data has no validation split, a fixed tenth of `train`, but at most 5000
+    examples, is held out as `validation` and excluded from `train`. If `train` has fewer than ten examples, there is no
+    `validation`.
 
     The definition of a published task determines the mapping of stored splits, the columns, the class names in prompts,
     and whether rows without a label are left out.
@@ -163,9 +163,9 @@ class LocalTask:
         Args:
             name: Name of the task.
             data: A folder or another data source.
-            definition: Definition of a published task.
-            columns: Columns to use. By default, they are those in the definition or, without one, are found by type.
-            config: Config to use instead of the one in the definition.
+            definition: Definition of the task, if it is a published task.
+            columns: Columns to use. Defaults to those in the definition; without a definition, they are found by type.
+            config: Config to use. Defaults to the config in the definition.
 
         Raises:
             KfacpackError: If there are no data files.
@@ -188,14 +188,14 @@ class LocalTask:
 
     @property
     def _files(self) -> Splits:
-        """Files of each stored split."""
+        """File paths of each split that has its own files."""
         return self._shards or self._images
 
     def _arrange(self, stored: Splits) -> Splits:
         """Maps stored splits to splits of the task, with `train` first.
 
-        If a split has several possible names, the first that exists is used. If the task has a definition, stored
-        splits that the definition does not name are ignored. Otherwise, only `validation` has several names.
+        If a split has several possible names, the first existing name is used. If the task has a definition, stored
+        splits that the definition does not name are ignored. Otherwise, only `validation` has several possible names.
         """
         names_of = self.definition.split_names if self.definition else {"validation": VALIDATION}
         chosen = {split: next((name for name in names if name in stored), None) for split, names in names_of.items()}
@@ -263,19 +263,19 @@ class LocalTask:
         columns = self._columns
         if columns.by_type:
             names = printable(", ".join(columns.inputs.values()))
-            yield f"unknown column names; the input columns were found by type: {names}"
+            yield f"the expected columns are missing; the input columns were found by type: {names}"
         # In a published task, string labels are class names and need no note; integer labels are not.
         if columns.by_value and (self.definition is None or not any(isinstance(value, str) for value in self._values)):
             values = printable(", ".join(self._stored_classes or ()))
             origin = f"the values of column {columns.label!r} in {self._first_split}"
-            yield f"{len(self._values)} classes, {origin}: {values}"
+            yield f"the {len(self._values)} classes are {origin}: {values}"
         for split, files in self._shards.items():
             if missing := missing_shards(files):
                 yield f"{missing} of {len(files) + missing} files of {split} {'is' if missing == 1 else 'are'} missing"
         if self._drops_unlabelled:
             dropped = {split: self._num_rows(split) - len(self._labelled_rows(split)) for split in self._shards}
             if any(dropped.values()):
-                counts = ", ".join(f"{count:,} of {split}" for split, count in dropped.items())
+                counts = ", ".join(f"{count:,} in {split}" for split, count in dropped.items())
                 yield f"rows without a label are left out: {counts}"
 
     @property
@@ -296,7 +296,7 @@ class LocalTask:
     def _declared(self) -> Any | None:
         """Column types from the dataset card.
 
-        None if there is no card, if the files contain the types themselves, or if the card describes other columns.
+        None if there is no card, if the files contain the column types, or if the card describes different columns.
         """
         file = self.data_source.file(self._shards[self._first_split][0])
         if CARD not in self.data_source.paths() or data_files.has_hf_metadata(file):
@@ -312,7 +312,7 @@ class LocalTask:
         return sum(data_files.read_schema(self.data_source.file(path))[1] for path in self._shards[split])
 
     def _labelled_rows(self, split: str) -> Sequence[int]:
-        """Returns the row numbers in the files of a split, without unlabelled rows if the definition drops them."""
+        """Returns the row numbers in the files of a split, except unlabelled rows if the definition drops them."""
         if not self._drops_unlabelled or self._images:
             return range(self._num_rows(split))
         return [row for row, value in enumerate(self._read_labels(split)) if not _is_unlabelled(value)]
@@ -324,7 +324,7 @@ class LocalTask:
 
     @cached_property
     def _held_out(self) -> Sequence[int]:
-        """Positions among the labelled rows of `train` that are held out for `validation`."""
+        """Positions, among the labelled rows of `train`, of the examples held out for `validation`."""
         if "train" not in self._files or "validation" in self._files:
             return ()
         return validation_indices(len(self._labelled_rows("train")))
@@ -356,7 +356,7 @@ class LocalTask:
         """
         # For a stored split, avoid `splits`, which may download the files of `train`.
         if name not in self._files and name not in self.splits:
-            problem = f"unknown split {printable(str(name))!r}; expected one of {', '.join(self.splits)}"
+            problem = f"unknown split {printable(str(name))!r}; available splits: {', '.join(self.splits)}"
             expected = self.data_source.expected[0].upper() + self.data_source.expected[1:]
             raise KfacpackError(f"{self.data_source.name}: {problem}. {expected}")
         stored = self._stored_split(name)

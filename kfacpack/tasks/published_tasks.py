@@ -33,7 +33,7 @@ def _plain_name(name: str) -> str:
 
 
 def names_from_table(names: Mapping[str, str]) -> ClassNamesFn:
-    """Returns a function that looks class names up in a table.
+    """Returns a function that looks up class names in a table.
 
     Args:
         names: Words for prompts, by stored name. Case, spaces and punctuation in stored names are ignored. Names that
@@ -53,12 +53,12 @@ VALIDATION = ("validation", "valid", "val", "dev")
 """Possible names of a validation split."""
 DEFAULT_SPLITS = {"train": ("train",), "validation": VALIDATION, "test": ("test",)}
 HIDDEN_TEST_SPLITS = {"train": ("train",), "test": ("validation", "test")}
-"""Splits of datasets whose test labels are not public: `validation` is used as the test split."""
+"""Names of splits in datasets whose test labels are not public. `validation` is used as the test split."""
 
 
 @dataclass(frozen=True)
 class PublishedTask:
-    """Definition of a published dataset. Creating one neither reads nor downloads any data."""
+    """Definition of a task with a published dataset. Creating a definition neither reads nor downloads data."""
 
     name: str
     """Name of the task."""
@@ -79,16 +79,16 @@ class PublishedTask:
     revision: str | None = None
     """Revision of the repository; None for the main branch."""
     splits: Mapping[str, tuple[str, ...]] | None = None
-    """Possible names of each split in the repository; the first that exists is used. Other splits of the repository,
+    """Possible names of each split in the repository; the first existing name is used. Other splits of the repository,
     such as corrupted copies of `test`, are ignored. If None, `DEFAULT_SPLITS` is used."""
     prompts: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
     """Prompt templates, with {} in place of the class name, or a function that reads them from a package."""
     words: ClassNamesFn = plain_names
-    """Maps the stored class names to words for prompts."""
+    """Function that maps the stored class names to words for prompts."""
     drops_unlabelled: bool = False
-    """Whether rows without a label are left out. If False, such a row is an error."""
+    """Whether rows without a label are left out. If False, such rows raise an error."""
     gated: bool = False
-    """Whether users have to accept terms on the Hub."""
+    """Whether users have to accept terms on the Hub before they can download the data."""
 
     @property
     def templates(self) -> tuple[str, ...]:
@@ -184,7 +184,7 @@ GTSRB_SIGNS = (
 )
 """German names and CLIP's class names for the 43 GTSRB signs, in the order of the benchmark's class numbers.
 
-The two spelling mistakes are CLIP's and are kept, because published scores use these prompts.
+Two of CLIP's class names are misspelled. They are not corrected, because published scores use these prompts.
 """
 
 _GTSRB_BY_NAME = names_from_table({**dict(GTSRB_SIGNS), **{words: words for _, words in GTSRB_SIGNS}})
@@ -230,8 +230,9 @@ def imagenet_templates() -> tuple[str, ...]:
 def imagenet_classes(stored: Sequence[str]) -> tuple[str, ...]:
     """Returns open_clip's names for the classes of a copy of ImageNet.
 
-    Stored names that are WordNet ids are looked up. If there are a thousand classes in the usual order, open_clip's
-    names are taken in that order. In all other cases, the first synonym in each stored name is used.
+    If all stored names are WordNet ids, open_clip's names for these ids are returned. If there are a thousand classes
+    in the usual order, open_clip's names are returned in that order. Otherwise, the first synonym in each stored name
+    is returned.
     """
     names = _open_clip_metadata()["IMAGENET_CLASSNAMES"]
     if all(map(WORDNET.fullmatch, stored)):
@@ -246,7 +247,7 @@ def imagenet_classes(stored: Sequence[str]) -> tuple[str, ...]:
 def _open_clip_metadata() -> dict[str, Any]:
     """Returns open_clip's class names and templates.
 
-    Only the file that defines them is run, because importing open_clip takes seconds.
+    Only the file that defines them is run, because importing open_clip takes several seconds.
     """
     return runpy.run_path(str(OPEN_CLIP.file("zero_shot_metadata.py")))
 

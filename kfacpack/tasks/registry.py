@@ -25,7 +25,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "emblems": drawn_tasks.load_emblems,
     "weaves": drawn_tasks.load_weaves,
 }
-"""Loaders of the embedded tasks, by name. The images are generated when a split is used."""
+"""Loaders of the embedded tasks, by name. The images are generated when a split is first used."""
 
 
 def is_registered(name: str) -> bool:
@@ -39,10 +39,11 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns:
     """Loads a task by name. The files of the task are listed, but not read until they are needed.
 
     Args:
-        name: A registered task, `NAME@k/n` for the k-th of n groups of its classes, or any name together with `data`.
+        name: Name of a registered task, or any name if `data` is given. `NAME@k/n` selects the k-th of n groups of the
+            classes of the task `NAME`.
         data: Data to use instead of the registered data: a folder, or `hf://datasets/OWNER/REPO[@REVISION][/CONFIG]`.
             The definition of a published task (columns, class names, prompts) also applies to a copy of its data.
-        columns: Columns to use, such as `"image=IMG,label=Y"`; by default they are chosen by name or type.
+        columns: Columns to use, such as `"image=IMG,label=Y"`; by default, they are found by name or type.
 
     Returns:
         The task.
@@ -70,12 +71,13 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns:
         source = DatasetRepository(definition.repository, definition.revision, definition.config)
         return LocalTask(name, source, definition)
     suggestion = did_you_mean(name, [*TASKS, *PUBLISHED])
-    remedy = "For your own data, pass --data DIR (data=DIR), with train-*.parquet and test-*.parquet or class folders"
+    contents = "train-*.parquet and test-*.parquet, or with class folders"
+    remedy = f"For your own data, pass --data DIR (data=DIR), a folder with {contents}"
     raise KfacpackError(f"unknown task {printable(name)!r}{suggestion} Run `kfacpack tasks` for a list. {remedy}")
 
 
 def resolve_task(task: Task | str) -> Task:
-    """Returns a task, loading it if its name is passed.
+    """Returns `task` itself, or loads the task if `task` is a name.
 
     Raises:
         KfacpackError: If the argument is neither a task nor a name, or the task is unknown.

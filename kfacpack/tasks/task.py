@@ -1,9 +1,10 @@
-"""The task interface (named splits of labelled examples), class splits, and the choice of examples.
+"""The task interface (named splits of labelled examples), class splits, and the selection of examples.
 
-A class split `NAME@k/n` divides a task's classes into n groups, as in class-incremental learning, and keeps the
-examples of the k-th group. The groups are consecutive and as even as possible. Classes, labels and heads are those of
-the whole task, so the vectors of all parts have the same head, and the sum of several vectors can be evaluated on the
-union of their classes. Training uses only the logits of the part's own classes; evaluation uses all logits.
+A class split `NAME@k/n` is the k-th of n parts of a task, as in class-incremental learning. The classes of the task are
+divided into n consecutive groups of about the same size, and the k-th part consists of the examples of the k-th group.
+Classes, labels and heads are those of the whole task. The task vectors of all parts therefore have the same head, and
+the sum of several task vectors can be evaluated on the union of their classes. Training on a part uses only the logits
+of its own classes; evaluation uses all logits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Example = Mapping[str, Any]
 """Values by column name, without the label: {"image": PIL.Image}, or strings, such as premise and hypothesis."""
 
 COMPLETION_COLUMNS = ("prompt", "completion")
-"""Columns of a task without classes, whose examples are prompts and their completions."""
+"""Columns of a task that has no classes, and whose examples are prompts with completions."""
 
 
 @dataclass(frozen=True)
@@ -143,15 +144,15 @@ def parse_class_split(name: str) -> ClassSplitName | None:
     """Parses the name of a class split, `NAME@k/n`; returns None if the name contains no @.
 
     Raises:
-        KfacpackError: If the part after the @ is not k/n with 1 <= k <= n, or NAME is a class split itself.
+        KfacpackError: If the text after the @ is not k/n with 1 <= k <= n, or NAME is itself a class split.
     """
     whole, at, part = name.rpartition("@")
     if not at:
         return None
     match = CLASS_SPLIT.fullmatch(part)
     if match is None or not whole or int(match[1]) > int(match[2]):
-        problem = "expected NAME@k/n with 1 <= k <= n"
-        raise KfacpackError(f"{printable(name)!r}: {problem}, such as {printable(whole) or 'dtd'}@1/5")
+        problem = "is not a class split; expected NAME@k/n with 1 <= k <= n"
+        raise KfacpackError(f"{printable(name)!r} {problem}, such as {printable(whole) or 'dtd'}@1/5")
     if base_task_name(whole) != whole:
         remedy = "Divide the whole task into more parts instead"
         raise KfacpackError(f"{printable(name)!r}: {printable(whole)} is already a class split. {remedy}")
@@ -209,7 +210,7 @@ class ClassSplitTask:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Number of the examples in each split that belong to the part."""
+        """Number of examples of the part in each split."""
         return {name: len(self._view(name)) for name in self.splits}
 
     @property
@@ -232,11 +233,11 @@ class ClassSplitTask:
         return self.whole.notices(model)
 
     def listing(self, split: str) -> list[tuple[str, str]]:
-        """Returns the path and a content digest of each file of the whole task's split."""
+        """Returns the path and a content digest of each file of a split of the whole task."""
         return self.whole.listing(split)
 
     def split(self, name: str) -> ClassSplitView:
-        """Returns the examples of a split whose classes belong to the part.
+        """Returns the examples of a split that have one of the part's classes.
 
         Raises:
             KfacpackError: If the split has no examples of the part's classes.
@@ -285,7 +286,7 @@ def parent_task(task: Task) -> Task:
 
 
 def own_classes(task: Task) -> range | None:
-    """Returns the classes to which training on a class split is restricted; returns None for any other task."""
+    """Returns the classes to which training on a class split is restricted, or None for any other task."""
     return task.own_classes if isinstance(task, ClassSplitTask) else None
 
 
@@ -302,7 +303,7 @@ def parse_count(text: str, size: int) -> int:
 
     Args:
         text: A number (`"256"`), a percentage (`"30%"`) or `"all"`.
-        size: Number of available examples. A larger number in `text` is reduced to it.
+        size: Number of available examples. Larger numbers in `text` are reduced to this number.
 
     Returns:
         A number from 1 to `size`.
@@ -319,7 +320,8 @@ def parse_count(text: str, size: int) -> int:
         return max(1, round(size * float(share[1]) / 100))
     if re.fullmatch(r"[1-9][0-9]{0,12}", text):
         return min(int(text), size)
-    raise KfacpackError(f"examples {text!r}: expected a number such as 256, a percentage such as 30%, or 'all'")
+    expected = "expected a number such as 256, a percentage such as 30%, or 'all'"
+    raise KfacpackError(f"invalid number of examples {text!r}; {expected}")
 
 
 def sample_indices(size: int, count: int, seed: int) -> list[int]:
@@ -336,13 +338,13 @@ def batched(items: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
         KfacpackError: If `batch_size` is not positive.
     """
     if batch_size < 1:
-        raise KfacpackError(f"batch size {batch_size}: expected at least 1")
+        raise KfacpackError(f"invalid batch size {batch_size}; expected at least 1")
     for start in range(0, len(items), batch_size):
         yield items[start : start + batch_size]
 
 
 VALIDATION_SHARE, MAX_VALIDATION = 10, 5000
-"""One in ten training examples is held out for validation, at most 5000."""
+"""One in ten training examples is held out for validation, but at most 5000 examples."""
 
 
 def validation_indices(size: int) -> list[int]:

@@ -1,10 +1,10 @@
-"""The data penalty (τJp). λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖² measures how much τ changes f on other tasks' data.
+"""The data penalty (τJp). λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖² measures how much τ changes f on the data of other tasks.
 
-The weight w_t is proportional to the size of the dataset of task t, and the mean weight is 1. s is 1 if f is
-normalised; otherwise it is the variance of f, measured on a few examples of each task, so that λ does not depend on the
-scale of f. In the linearised model, the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a
-bundle approximates. Each step uses one batch from one task. The task is sampled with a probability proportional to the
-size of its dataset, so that the expected penalty of a step is the sum above.
+The weight w_t is proportional to the size of the dataset of task t, and the mean weight is 1. The divisor s makes λ
+independent of the scale of f. It is 1 if f is normalised, and otherwise the variance of f on a few examples of each
+task. In the linearised model, the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a bundle approximates. Each
+step uses one batch from one task. The task is sampled with a probability proportional to the size of its dataset, so
+that the expected penalty of a step is the sum above.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 _SCALE_EXAMPLES = 64
-"""Examples per task on which the scale of f is measured."""
+"""Number of examples per task on which the scale of f is measured."""
 
 
 class DataPenalty:
     """A penalty on the change that τ causes in f, computed on training examples of other tasks.
 
     Args:
-        tasks: The tasks whose outputs the penalty preserves; at least one.
+        tasks: The other tasks, on whose examples f should not change. At least one task is required.
         strength: λ. Defaults to `STRENGTH_ON_DATA`.
-        batch_size: Examples per step, summed over all processes.
+        batch_size: Number of examples per step, summed over all processes.
         seed: Seed for choosing tasks and examples.
 
     Raises:
@@ -50,7 +50,7 @@ class DataPenalty:
 
     def __init__(self, tasks: Sequence[Task], strength: float | None, batch_size: int, seed: int):
         if not tasks:
-            raise KfacpackError("a data penalty needs at least one other task")
+            raise KfacpackError("expected at least one other task for the data penalty, got none")
         self.tasks = tuple(task.name for task in tasks)
         self.strength = resolve_strength(strength, on_data=True)
         self._splits = [task.split("train") for task in tasks]
@@ -105,14 +105,14 @@ class DataPenalty:
                 batch.
 
         Returns:
-            This process's share of the value, a 0-d tensor on the device of the model.
+            This process's share of the penalty, a 0-d tensor on the device of the model.
         """
         weight = self.strength / self.output_scale * len(self.tasks) / self._batch_size
         values = [torch.zeros((), device=next(iter(tau.values())).device)]
         batches = next(self._batches_from(step, regime.model, micro_batch_size))
         for (_, part), batch in zip(self._parts(step, micro_batch_size), batches, strict=True):
             change, result = regime.drift(batch, tau)
-            row_weight = weight * len(part) / len(change)  # an example of a language model may have several rows
+            row_weight = weight * len(part) / len(change)  # for a language model, f may have several rows per example
             values.append(row_weight * change.square().sum())
             result.add_gradient(2 * row_weight * change, gradients)
         self._next = step + 1, micro_batch_size

@@ -1,17 +1,17 @@
 """Batches of blocks that the penalty processes together, and the operators of their matrices on the compute device.
 
-Blocks whose parameters and matrices have equal shapes and forms are stacked: ΔW has shape (blocks, rows, columns), and
-a single batched product multiplies all of them. Stacks are limited in size: for large blocks, the overhead of separate
-calls is negligible, and a stack would only use more memory.
+Blocks whose parameters and matrices have the same shapes and forms are stacked: ΔW has shape (blocks, rows, columns),
+and one batched product multiplies all blocks at once. The size of a stack is limited, because for large blocks the
+overhead of separate calls is negligible, and a stack would only use more memory.
 
 Floating-point matrices are unpacked once and kept on the device. int8 matrices stay in their stored form and are
 unpacked when they are used. With `offload`, all matrices stay on the CPU in their stored form. The matrices of a batch
 of blocks are copied in one transfer to one of two buffers on the device, while the batch in the other buffer is
 processed.
 
-Batches that share a matrix are processed one after another, so that the matrix is copied and unpacked only once.
-Examples are the projections of an attention layer, and the keys and values that all layers of a decoder compute from
-the output of the encoder. Otherwise, batches are processed in the order of their blocks.
+Batches that share a matrix are processed one after another, so that the matrix is copied and unpacked only once. For
+example, the projections of an attention layer share a matrix, as do the keys and values that all layers of a decoder
+compute from the output of the encoder. Otherwise, batches are processed in the order of their blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kfacpack.format.manifest import Join
 
 STACK_ELEMENTS = 2**16
-"""Maximum number of elements in a stack of ΔW that has more than one block."""
+"""Maximum number of elements of ΔW in a stack of more than one block."""
 
 StackKey: TypeAlias = "tuple[int, ...]"
 """Key of a stack: the `id` of each of its matrices, in order."""
@@ -45,7 +45,7 @@ StackKey: TypeAlias = "tuple[int, ...]"
 
 @dataclass(frozen=True)
 class BlockBatch:
-    """A batch of blocks that have equal shapes, equal weights and matrices that are stored in the same form."""
+    """A batch of blocks that have the same shapes, the same weight and matrices in the same forms."""
 
     blocks: tuple[CurvatureBlock, ...]
     weight: float
@@ -53,7 +53,7 @@ class BlockBatch:
 
     @cached_property
     def joins(self) -> list[Join]:
-        """The join of each block, which describes how the matrix of the block is formed from parameters."""
+        """The join of each block, which describes how parameters are arranged in ΔW."""
         return [block.join for block in self.blocks]
 
     @cached_property
@@ -63,7 +63,7 @@ class BlockBatch:
 
     @cached_property
     def stacks(self) -> dict[int, tuple[Matrix, ...]]:
-        """Matrices to stack, keyed by the `id` of the first block's matrix in the same position.
+        """Matrices to stack. The key of a stack is the `id` of the first block's matrix.
 
         If groups of s consecutive blocks share a matrix, as the projections of an attention layer do, the stack
         contains each shared matrix once.
@@ -73,7 +73,7 @@ class BlockBatch:
 
     @cached_property
     def stack_keys(self) -> dict[int, StackKey]:
-        """The `StackKey` of each stack in `stacks`, under the same keys."""
+        """The `StackKey` of each stack, with the same keys as `stacks`."""
         return {key: tuple(map(id, stack)) for key, stack in self.stacks.items()}
 
     def apply(self, delta: Tensor, operators: Mapping[int, Operator]) -> Tensor:
@@ -84,7 +84,7 @@ class BlockBatch:
             operators: Operators that multiply by the stacked matrices, with the same keys as `stacks`.
 
         Returns:
-            A tensor of shape (blocks, rows, columns).
+            G ΔW of each block, (blocks, rows, columns).
         """
         return self.blocks[0].structure.apply(delta, self._multiply(operators))
 
@@ -95,7 +95,7 @@ class BlockBatch:
                 return operator(x[0])[None]
             if count == len(x):
                 return operator(x)
-            # Blocks that share a matrix form one product with more columns: (blocks, n, k) -> (count, n, s k).
+            # Combine blocks that share a matrix into one product with more columns: (blocks, n, k) -> (count, n, s k).
             _, side, width = x.shape
             product = operator(x.mT.reshape(count, -1, side).mT)
             return product.mT.reshape(len(x), width, side).mT
@@ -120,11 +120,11 @@ def plan_batches(
     covered: dict[Hashable, set[Hashable]] = {}
     uses = Counter(id(matrix) for block in blocks for matrix in _matrices(block))
     for block, weight in zip(blocks, weights, strict=True):
-        # Blocks that share a matrix are stacked separately, so that the stack contains it once.
+        # Blocks that share a matrix are stacked separately, so that the stack contains the matrix only once.
         sharing = tuple(uses[id(matrix)] for matrix in _matrices(block))
         key: Hashable = (weight, join_layout(block.join, shapes), _form(block), sharing)
         pieces = {(piece.parameter, piece.rows) for piece in block.join.pieces}
-        # Gradients of a batch are added at once, so no element may occur twice.
+        # The gradients of a batch are added at once, so no two of its blocks may cover the same element.
         while pieces & covered.setdefault(key, set()):
             key = (key, "next")
         covered[key] |= pieces
@@ -140,9 +140,9 @@ def plan_batches(
 
 
 def _limited_parts(group: Sequence[CurvatureBlock]) -> Iterator[Sequence[CurvatureBlock]]:
-    """Divides blocks of equal shape into parts of limited size.
+    """Divides blocks of the same shape into parts of limited size.
 
-    Blocks that share a matrix are in the same part if they fit into one part; otherwise, they are divided equally.
+    Blocks that share a matrix are put into the same part if they fit. Otherwise, they are divided into equal parts.
     """
     run = max(_shared_run(column) for column in zip(*map(_matrices, group), strict=True))
     limit = STACK_ELEMENTS // (group[0].join.rows * group[0].join.columns)
@@ -164,7 +164,7 @@ def _form(block: CurvatureBlock) -> Hashable:
 
 
 def _shared_run(matrices: Sequence[Matrix]) -> int:
-    """Returns the largest s such that each group of s consecutive matrices is one object, repeated s times."""
+    """Returns the largest s such that each group of s consecutive matrices is the same object, repeated s times."""
     ids = [id(matrix) for matrix in matrices]
     run = next((index for index, key in enumerate(ids) if key != ids[0]), len(ids))
     uniform = len(ids) % run == 0 and all(len(set(ids[k : k + run])) == 1 for k in range(0, len(ids), run))
@@ -177,7 +177,7 @@ class FactorPlacement:
     Args:
         dtype: Dtype of the products.
         device: Compute device.
-        offload: Whether to keep matrices on the CPU between uses. Has no effect if the compute device is the CPU.
+        offload: Whether to keep matrices on the CPU between uses. This has no effect if the compute device is the CPU.
         keep: Whether to keep the operators on the device after their first use.
     """
 
@@ -206,7 +206,7 @@ class FactorPlacement:
     def _placed(
         self, batches: Sequence[BlockBatch], repeated: Sequence[frozenset[StackKey]]
     ) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
-        """Yields each batch with its operators. Those of the stacks in `repeated` may be missing."""
+        """Yields each batch with its operators. The operators of the stacks in `repeated` may be missing."""
         if self._offload:
             self._stream = self._stream or FactorStream(self.dtype, self.device)
             yield from self._stream.place(batches, repeated)
@@ -230,7 +230,7 @@ class FactorPlacement:
 
 
 def _repeated_stacks(batches: Sequence[BlockBatch]) -> list[frozenset[StackKey]]:
-    """Returns, for each batch, the set of stacks that the previous batch also uses; followed by an empty set."""
+    """Returns the set of stacks that each batch shares with the previous batch. An empty set is added at the end."""
     stacks = [frozenset(batch.stack_keys.values()) for batch in batches]
     return [frozenset(), *(first & second for first, second in pairwise(stacks)), frozenset()]
 
@@ -247,9 +247,9 @@ class _HostFactors:
 class FactorStream:
     """Copies the matrices of blocks from the CPU to two alternating buffers on a device, one batch of blocks at a time.
 
-    On CUDA devices, copies run on a separate CUDA stream, from pinned memory. A copy waits until the previous batch in
-    its buffer has been processed, and the processing of a batch waits until its copy is complete. The buffers are freed
-    with this object, and all uses are ordered by events, so that the memory is never reused too early.
+    On CUDA devices, the copies run on a separate CUDA stream and read from pinned memory. A copy waits until the
+    previous batch in its buffer has been processed, and the processing of a batch waits until its copy is complete. The
+    buffers are freed with this object. CUDA events order all uses, so that the memory is never reused too early.
 
     Args:
         dtype: Dtype of the products.
@@ -271,8 +271,8 @@ class FactorStream:
 
         Args:
             batches: The batches.
-            repeated: For each batch, the stacks that the previous batch also uses. They are not copied again, and their
-                operators are omitted.
+            repeated: For each batch, the stacks that the previous batch also uses. These stacks are not copied again,
+                and their operators are omitted.
         """
         factors = [self._host_factors(batch, skipped) for batch, skipped in zip(batches, repeated, strict=False)]
         self._reserve(max((host.pack.nbytes for host in factors), default=0))
@@ -295,7 +295,7 @@ class FactorStream:
             return
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
         if self._stream is not None:
-            # The memory may still be in use by earlier work of the stream on which it was allocated.
+            # Earlier work of the stream on which the memory was allocated may still use it.
             self._released = [torch.cuda.current_stream(self._device).record_event()] * 2
 
     def _start_copy(self, host: _HostFactors, slot: int) -> torch.cuda.Event | None:

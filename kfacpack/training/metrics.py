@@ -1,4 +1,4 @@
-"""Metrics of each training step: the JSON Lines file beside the vector, and a check that the penalty is not too strong.
+"""Metrics of each training step: a JSON Lines file beside the vector, and a check that the penalty is not too strong.
 
 The check compares the penalty with the loss in the first steps, and the loss at the end with the loss in the first
 steps.
@@ -19,11 +19,11 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.writer import write_atomically
 
 _MIN_STEPS = 10
-"""Shorter runs are not checked, because their losses are too noisy."""
+"""Runs with fewer steps are not checked, because their losses are too noisy."""
 _LEARNED = 0.3
 """A task whose loss is below this value counts as learned, whether by the base model or by the vector."""
 _NOT_LEARNED = 0.95
-"""If the final loss is above this fraction of the first loss, the loss counts as not decreased."""
+"""If the final loss is above this fraction of the first loss, the loss is considered not to have decreased."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Metrics:
     """Metrics of one training step."""
 
     step: int
-    """Number of completed steps, from 1."""
+    """Number of the step, counted from 1."""
     loss: float
     """Mean cross-entropy of the step's batch."""
     accuracy: float
-    """Accuracy on the step's batch, before the step."""
+    """Accuracy on the step's batch, before the update."""
     penalty: float | None
     """Value of the penalty, including λ; None if no penalty applies to the step."""
     lr: float
@@ -61,7 +61,7 @@ class MetricsLog:
 
 
 class PenaltyWarning(UserWarning):
-    """Issued if the penalty prevented the task from being learned, or outweighed the loss in the first steps."""
+    """Issued if the penalty may have prevented learning: it exceeded the loss, or the loss did not decrease."""
 
 
 def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
@@ -72,8 +72,8 @@ def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
         strength: λ of the run.
 
     Returns:
-        A description of the problem, with the λ at which penalty and loss would have been equal in the first steps;
-        None if there is no problem.
+        A description of the problem, with the λ at which the penalty and the loss would have been equal in the first
+        steps, or None if there is no problem.
     """
     if len(steps) < _MIN_STEPS:
         return None
@@ -85,14 +85,14 @@ def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
         return None
     loss = fmean(metrics.loss for metrics in early)
     balance = strength * loss / penalty
-    # The first batch alone is noisy.
+    # The loss of the first batch alone is noisy.
     first, last = max(steps[0].loss, loss), fmean(metrics.loss for metrics in steps[-window:])
     if penalty > loss:
-        remedy = f"They would balance at λ = {balance:.2g}"
-        return f"the penalty outweighed the loss in the first steps: {penalty:.3g} against {loss:.3g}. {remedy}"
+        remedy = f"Use a smaller λ; at λ = {balance:.2g}, they would have been equal"
+        return f"in the first steps, the penalty ({penalty:.3g}) was larger than the loss ({loss:.3g}). {remedy}"
     if last > max(_NOT_LEARNED * first, _LEARNED):
-        cause = f"The penalty was smaller than the loss and would balance it at λ = {balance:.2g}"
-        remedy = f"{cause}, so another learning rate or more steps may help more than a smaller λ"
+        cause = f"The penalty was smaller than the loss; they would have been equal at λ = {balance:.2g}"
+        remedy = f"{cause}. A different learning rate or more steps may therefore help more than a smaller λ"
         return f"the loss did not decrease: {first:.3g} in the first steps, {last:.3g} at the end. {remedy}"
     return None
 
@@ -104,8 +104,8 @@ class MetricsWarning(UserWarning):
 def metrics_path(output: Path) -> Path:
     """Returns the path of the metrics file for a vector file.
 
-    The metrics for FILE.safetensors are in FILE.metrics.jsonl; those for any other NAME are in NAME-metrics.jsonl. Two
-    vectors therefore never share a metrics file.
+    The metrics for FILE.safetensors are in FILE.metrics.jsonl. The metrics for a file with any other name NAME are in
+    NAME-metrics.jsonl. Two vectors therefore never share a metrics file.
     """
     if output.suffix == ".safetensors":
         return output.with_name(f"{output.stem}.metrics.jsonl")
@@ -127,7 +127,7 @@ def require_metrics_path(output: Path) -> None:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Returns the metrics in a file, up to the first damaged line; an empty list if the file cannot be read."""
+    """Returns the metrics in a file up to the first damaged line, or an empty list if the file cannot be read."""
     steps: list[Metrics] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -139,14 +139,14 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 @contextmanager
 def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
-    """Opens a metrics file to continue after `done` steps. Removes later steps, which an interrupted run has written.
+    """Opens a metrics file to continue after `done` steps. Metrics of later steps are removed from the file.
 
     Args:
         path: The metrics file. It is created if it does not exist.
-        done: Number of steps that are complete.
+        done: Number of completed steps.
 
     Yields:
-        The log, to which further steps can be added.
+        The log, to which the metrics of further steps can be added.
 
     Raises:
         KfacpackError: If the file cannot be written.
@@ -160,9 +160,9 @@ def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
             except (ValueError, KeyError, TypeError):
                 break  # the process died while it wrote this line
     if len(kept) != done:
-        problem = f"contains {len(kept)} of {done} completed steps" if kept else "is missing or empty"
+        problem = f"contains only {len(kept)} of {done} completed steps" if kept else "is missing or empty"
         warnings.warn(f"{path}: {problem}; continuing from step {done + 1}", MetricsWarning, stacklevel=4)
-    # The file is replaced, so that another run with the same output does not append to it.
+    # Replace the file, so that another run with the same output does not append to it.
     write_atomically(path, "".join(f"{line}\n" for line in kept).encode())
     try:
         file = path.open("ab", buffering=0)  # a buffered file would repeat a failed write on close

@@ -7,8 +7,8 @@ once per epoch for any batch size.
 The default learning rate is derived from the model. The first step of Adam changes every element of τ by the learning
 rate, in the direction opposite to the sign of its gradient. The resulting change in f differs between models by orders
 of magnitude, but can be computed from the linearised model. The learning rate is chosen so that such a step changes f
-by a fixed fraction of the size of f. The size is the norm of f if f is normalised, and otherwise the norm of its
-deviation from the mean.
+by a fixed fraction of the size of f. The size is the norm of f if f is normalised, and otherwise the norm of the
+deviation of f from its mean over the examples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 STEPS = 500
-"""Default number of steps, if neither steps nor epochs are given."""
+"""Default number of steps if neither the number of steps nor the number of epochs is given."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ class TrainingSettings:
     steps: int | None = None
     """Number of optimizer steps; 500 if neither `steps` nor `epochs` is given."""
     epochs: float | None = None
-    """Passes over the training examples, as an alternative to `steps`."""
+    """Number of passes over the training examples, as an alternative to `steps`."""
     batch_size: int = 32
-    """Examples per step, summed over all processes."""
+    """Number of examples per step, summed over all processes."""
     micro_batch_size: int | None = None
     """Maximum number of examples per forward pass. Defaults to all examples that a process handles in a step."""
     lr: float | None = None
-    """Peak learning rate. By default, it is derived from the model by `find_learning_rate`."""
+    """Peak learning rate. Defaults to 1e-5 in the regime `sparse`; in other regimes, see `find_learning_rate`."""
     warmup: float = 0.1
-    """Fraction of the steps with a linearly rising learning rate, followed by a cosine decay to zero."""
+    """Fraction of the steps over which the learning rate rises linearly. A cosine decay to zero follows."""
     weight_decay: float = 0.1
     """Weight decay of τ, which pulls the model towards the base model."""
     clip: float | None = None
-    """Maximum norm of the gradient. Defaults to 1 in the regime `sparse`, and to no limit in others."""
+    """Maximum norm of the gradient. Defaults to 1 in the regime `sparse`, and to no limit in the other regimes."""
     seed: int = 0
     """Seed for the order of the examples."""
 
@@ -122,7 +122,7 @@ class BatchOrder:
 
     Args:
         size: Number of examples in the split.
-        batch_size: Examples per step, summed over all processes.
+        batch_size: Number of examples per step, summed over all processes.
         seed: Seed for the order.
     """
 
@@ -152,18 +152,21 @@ class BatchOrder:
         return list(batched(own, micro_batch_size or max(1, len(own))))
 
     def _shuffled(self, epoch: int) -> list[int]:
-        # The third counter word separates this stream from those that sample examples and probes.
+        # The third counter word separates this stream from the streams that sample examples and probes.
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, epoch, 2, 0]))
         order: list[int] = generator.permutation(self._size).tolist()
         return order
 
 
 _DIGITS = 2
-"""Number of significant digits of the derived learning rate. Rounding hides the effect of the order of summation."""
+"""Number of significant digits of the derived learning rate.
+
+Rounding removes small differences that depend on the order of summation.
+"""
 
 
 def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> float:
-    """Returns the learning rate at which the first step changes f, relative to its size, by `regime.relative_step`.
+    """Returns the learning rate at which the first step changes f by the fraction `regime.relative_step` of its size.
 
     Args:
         regime: The regime to train in.
@@ -194,8 +197,8 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
 def _reference_norm(f: Tensor, *, normalized: bool) -> Tensor:
     """Returns the norm of f, (N, C), relative to which a change in f is measured.
 
-    If f is not normalised, its mean may be large compared with its variation over examples, and only the variation
-    distinguishes examples. Therefore f is centred, unless the result would be zero.
+    If f is not normalised, its mean may be large compared with its variation over the examples, but only the variation
+    distinguishes examples. Therefore, the mean is subtracted from f, unless the difference is zero.
     """
     centred = f - f.mean(0)
     size: Tensor = f.norm() if normalized or not bool(centred.any()) else centred.norm()
@@ -206,7 +209,7 @@ def require_influence(regime: Regime, batch: Batch) -> None:
     """Checks that f depends on at least one of the trained parameters.
 
     Raises:
-        KfacpackError: If f depends on none of them.
+        KfacpackError: If f depends on none of the trained parameters.
     """
     _, point = _linearization_at_zero(regime, batch)
     if not point.gradient(torch.ones_like(point.f)):
@@ -224,14 +227,14 @@ def no_influence_error(regime: Regime) -> KfacpackError:
     listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return KfacpackError(
         f"f does not depend on the chosen parameters ({listed}), so training them has no effect. "
-        "Choose others with --params (params)"
+        "Choose other parameters with --params (params)"
     )
 
 
 def clip_scale(gradients: Sequence[Tensor], limit: float) -> Tensor:
     """Returns the factor, at most 1, by which gradients are multiplied to limit their norm.
 
-    The factor is a tensor on the device, so that the call does not synchronise with the device.
+    The factor is returned as a tensor, so that the call does not synchronise with the device.
 
     Args:
         gradients: The gradients.
@@ -246,10 +249,11 @@ class AdamWState:
     """The state that a training step changes: τ, its gradient, and the moments of AdamW.
 
     Args:
-        parameters: Parameters to train, by name; τ has their shapes and starts at zero.
-        settings: Hyperparameters, of which only the weight decay is used.
-        clip: Maximum norm of the gradient; None for no limit.
-        masks: Boolean tensors by name; only the elements that they select are changed. None to train all elements.
+        parameters: Parameters to train, by name. τ has the same shapes and starts at zero.
+        settings: Hyperparameters. Only the weight decay is used.
+        clip: Maximum norm of the gradient, or None for no limit.
+        masks: Boolean tensors by parameter name. Only elements with True are trained. By default, all elements are
+            trained.
     """
 
     def __init__(
@@ -274,7 +278,7 @@ class AdamWState:
             }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all tensors to store, with their names in the file. To restore a state, values are copied to them."""
+        """Yields the name and value of each tensor to store. A state is restored by copying values into the tensors."""
         for name, tensor in self.tau.items():
             yield f"tau/{name}", tensor
             for moment, value in self._optimizer.state[tensor].items():
@@ -285,11 +289,11 @@ class AdamWState:
         set_to_zero(list(self.gradients.values()))
 
     def largest_gradient(self) -> Tensor:
-        """Returns the largest magnitude in the gradients as a 0-d float32 tensor; NaN or Inf if they contain any."""
+        """Returns the largest magnitude in the gradients, or NaN or Inf if they contain it, as a 0-d float32 tensor."""
         return largest_magnitude(list(self.gradients.values()))
 
     def largest_change(self) -> Tensor:
-        """Returns the largest magnitude in τ as a 0-d float32 tensor; NaN or Inf if τ contains any."""
+        """Returns the largest magnitude in τ, or NaN or Inf if τ contains it, as a 0-d float32 tensor."""
         return largest_magnitude(list(self.tau.values()))
 
     def step(self, lr: float) -> None:

@@ -4,11 +4,11 @@ For a layer with R positions per example, the published code computes both facto
 
     A' = 1/(N R) Σ a aᵀ = A        B' = 1/(N R) Σ g gᵀ = B / R
 
-where N is the number of examples, a an input of the layer and g a gradient with respect to its output. Here, B is a
-mean over examples and a sum over positions, as is required for B ⊗ A to be a block of the GGN. The published penalty of
-such a layer is therefore 1/R of the one computed here; for the output projection, which has one position, the two are
-equal. In addition, the published code weights norms and tokens by 10 and the output projection by 0.1. The published
-values of λ refer to that scaling.
+where N is the number of examples, a is an input of the layer, and g is a gradient with respect to its output. In
+kfacpack, B is a mean over examples and a sum over positions, which is required for B ⊗ A to be a block of the GGN. The
+published penalty for such a layer is therefore 1/R of the penalty in kfacpack. For the output projection, which has one
+position per example, the two penalties are equal. In addition, the published code multiplies the penalties for norms
+and tokens by 10, and the penalty for the output projection by 0.1. The published values of λ refer to that scaling.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ PenaltyPrecision = Literal["tf32", "bf16"]
 MAX_RATE = 1e18
 """Upper limit for the learning rate, the weight decay, λ and group weights.
 
-τ is float32. The product of two such numbers, or one of them divided by Adam's denominator, must stay in the range of
-float32.
+τ is float32. The product of two of these values, and the quotient of one of them and Adam's denominator, must stay in
+the range of float32.
 """
 STRENGTH = 80.0
 """Default λ of a curvature penalty.
 
-It is the middle of a decade in which the accuracy of sums of vectors hardly depends on λ. For eight tasks, the mean
-accuracy of `tiny` with the sum of their vectors is 0.49 without a penalty and 0.69, 0.72, 0.71 at λ = 25, 80, 250. The
-mean accuracy with single vectors is 0.75 without a penalty and 0.75, 0.73, 0.71 at these λ (examples/eight_tasks.yaml,
-three seeds). Expressed in the scaling used here, the published accuracies are best at λ = 20 (ViT-B/32) and 25
-(ViT-B/16), and 2 points lower at ten times these values.
+Around this value, the accuracy of sums of vectors hardly depends on λ. For eight tasks, the mean accuracy of `tiny`
+with the sum of their vectors is 0.49 without a penalty and 0.69, 0.72 and 0.71 at λ = 25, 80 and 250. The mean accuracy
+with single vectors is 0.75 without a penalty and 0.75, 0.73 and 0.71 at the same values of λ
+(examples/eight_tasks.yaml, three seeds). In the scaling of kfacpack, the published accuracies are best at λ = 20
+(ViT-B/32) and λ = 25 (ViT-B/16). They are 2 points lower at ten times these values.
 """
 STRENGTH_KL = 3.0
-"""Default λ of a curvature penalty with the metric `kl`. The penalty is in nats, not divided by the variance of f.
+"""Default λ of a curvature penalty with the metric `kl`. The unit of this penalty is nats.
 
-With two completion tasks (examples/completions.yaml), the mean perplexity of the sum of the vectors is 2.85 without a
-penalty and 1.32, 1.27, 1.26, 1.26, 1.28 at λ = 0.3, 1, 3, 10, 80 on the test split. The default was chosen on the
-validation split, where the token accuracy at the best α is 0.942, 0.944, 0.952, 0.947, 0.944. It has not been tuned on
-a large model.
+With two completion tasks (examples/completions.yaml), the mean perplexity of the sum of the vectors on the test split
+is 2.85 without a penalty and 1.32, 1.27, 1.26, 1.26 and 1.28 at λ = 0.3, 1, 3, 10 and 80. The default was chosen on the
+validation split, where the token accuracy at the best α is 0.942, 0.944, 0.952, 0.947 and 0.944 at these values of λ.
+It has not been tuned on a large model.
 """
 STRENGTH_ON_DATA = 1.0
 """Default λ of the data penalty.
 
-It is smaller than `STRENGTH` because a bundle predicts only a tenth to a hundredth of the measured drift.
+It is smaller than `STRENGTH`, because the drift that a bundle predicts is only a tenth to a hundredth of the measured
+drift.
 """
 PUBLISHED_WEIGHTS = {"norm": 10.0, "token": 10.0, "projection": 0.1}
 """Group weights of the preset "tak"."""
@@ -81,8 +82,8 @@ _NORM_OPERATIONS = frozenset(
 )
 """Operations of the group "norm", without underscores.
 
-If an operation has no rule of its own, an estimate records the name of its autograd node, such as `nativebatchnorm`,
-which depends on the device. Manifests that other programs write may contain `native_batch_norm`.
+If kfacpack has no rule for an operation, an estimate records the name of its autograd node, such as `nativebatchnorm`.
+This name depends on the device. Manifests that other programs write may contain `native_batch_norm`.
 """
 
 
@@ -102,9 +103,9 @@ def _is_norm(block: CurvatureBlock) -> bool:
 def _projection(curvature: Curvature) -> str | None:
     """Returns the name of the block of the output projection, the layer that computes f up to normalisation.
 
-    Candidates are layers as wide as f with one position per example. The last plain product `x @ W` among them, as in
-    CLIP's vision towers, takes precedence. If there is no such product and f is an embedding, the last candidate is
-    used.
+    Candidates are layers that are as wide as f and have one position per example. The last candidate that is a plain
+    product `x @ W`, as in CLIP's vision towers, takes precedence. If there is no such product and f is an embedding,
+    the last candidate is used.
     """
     width, output = curvature.about.function.width, curvature.about.function.output
     candidates = [
@@ -137,7 +138,7 @@ def block_factors(curvature: Curvature, weights: Mapping[str, float] | None, pre
         return factors
     if curvature.about.scaling.sharing != "expand":
         raise KfacpackError(
-            f"preset 'tak' needs factors with the scaling 'expand', got {curvature.about.scaling.sharing!r}"
+            f"preset 'tak' requires factors with the scaling 'expand', got {curvature.about.scaling.sharing!r}"
         )
     return {block.name: factors[block.name] / _published_divisor(block) for block in curvature.blocks}
 
@@ -195,13 +196,13 @@ def _published_divisor(block: CurvatureBlock) -> float:
     if len(block.structure.sides) == 1:
         return 1.0
     if (positions := _positions(block)) is None:
-        problem = "does not record the number of positions per example, by which preset 'tak' divides"
+        problem = "does not record the number of positions per example, which the preset 'tak' requires"
         raise KfacpackError(f"block {block.name!r} {problem}. Estimate the bundle again, or omit the preset")
     return positions
 
 
 def _positions(block: CurvatureBlock) -> float | None:
-    """Returns the number of positions per example, or None if the block does not record it."""
+    """Returns the number of positions per example, or None if the block does not record this number."""
     matrix = block.structure.sides[-1][0]
     if len(block.structure.sides) == 1 or not matrix.positions or not matrix.examples:
         return None

@@ -4,16 +4,16 @@
 `attention` also trains the model itself, but changes only parameters of attention layers, which keeps it closer to its
 linearisation. `sparse` changes only the weights to which f is least sensitive.
 
-Notation: N is the number of examples, C the width of f. τ and its gradient have the shapes of the parameters.
+Notation: N is the number of examples, and C is the width of f. τ and its gradient have the shapes of the parameters.
 
-Masks of the regime `sparse` (TaLoS) select the weights to which f is least sensitive; only these weights are trained.
+Masks of the regime `sparse` (TaLoS) select the weights to which f is least sensitive. Only these weights are trained.
 The score of a weight is the square of the derivative of a logit with respect to that weight. The logit is sampled from
 the prediction, and the squares are summed over examples of the task's validation split. There are four rounds. Round k
-keeps the weights with the lowest scores, a share keep^(k/4) of all weights. Weights that are not kept are multiplied by
-0.1 in later rounds and are not considered again.
+keeps the weights with the lowest scores, which are a share keep^(k/4) of all weights. Weights that are not kept are
+multiplied by 0.1 in later rounds and are not considered again.
 
-Bundles contain such scores as well: the diagonal of G, which is B_ii A_jj for the weight (i, j) of a Kronecker block.
-Masks can therefore be computed from the bundles of other tasks without data.
+The diagonal of G in a bundle can be used as scores as well. For the weight (i, j) of a Kronecker block, it is
+B_ii A_jj. Masks can therefore be computed from the bundles of other tasks without data.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
 
 class ForwardResult(ABC):
-    """The output f of one batch at θ0 + τ, with a backward pass that computes gradients with respect to τ."""
+    """The output f for one batch at θ0 + τ, with a backward pass that computes gradients with respect to τ."""
 
     f: Tensor
-    """f of the batch, (N, C), detached."""
+    """The output f for the batch, (N, C), detached from the autograd graph."""
 
     @abstractmethod
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
@@ -73,11 +73,12 @@ class ForwardResult(ABC):
 
 
 class Regime(ABC):
-    """A model, the parameters to train, and the forward pass that is differentiated.
+    """Base class of regimes. A regime consists of a model, the parameters to train, and a differentiable forward pass.
 
     Args:
         model: The base model.
-        params: Names or patterns of the parameters to train. Defaults to all that the model family does not freeze.
+        params: Names or patterns of the parameters to train. Defaults to all parameters that the model family does not
+            freeze.
         compile: Whether to compile the forward and backward pass with torch.compile. Supported only in the regime
             `linear`.
 
@@ -86,13 +87,13 @@ class Regime(ABC):
     """
 
     name: ClassVar[Name]
-    """Name on the command line and in vector files."""
+    """Name of the regime on the command line and in vector files."""
     relative_step: ClassVar[float]
-    """Change in f in the first step, relative to the size of f, from which the default learning rate is derived."""
+    """Relative change in f that the first step makes at a learning rate derived from the model."""
     default_lr: ClassVar[float | None] = None
-    """Default learning rate; None if it is derived from the model."""
+    """Default learning rate, or None if it is derived from the model."""
     default_clip: ClassVar[float | None] = None
-    """Default maximum norm of the gradient; None for no limit."""
+    """Default maximum norm of the gradient, or None for no limit."""
 
     def __init__(self, model: Model, params: Iterable[str] | str | None = None, *, compile: bool = False):
         self.model = model
@@ -116,7 +117,7 @@ class Regime(ABC):
 
     @abstractmethod
     def forward(self, batch: Batch, tau: Tau) -> ForwardResult:
-        """Returns f of a batch at θ0 + τ.
+        """Returns the output f for a batch at θ0 + τ.
 
         The values are not checked for NaN or Inf, because the check would synchronise with the device.
         """
@@ -125,8 +126,8 @@ class Regime(ABC):
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, ForwardResult]:
         """Returns the change in f caused by τ, (N, C), and the forward result at θ0 + τ.
 
-        The change has the same derivative with respect to τ as f, so `add_gradient` of the result applies to both. The
-        change is not checked for NaN or Inf.
+        The change and f have the same derivative with respect to τ, so `ForwardResult.add_gradient` applies to both.
+        The change is not checked for NaN or Inf.
         """
 
 
@@ -153,7 +154,7 @@ class LinearRegime(Regime):
         self._linearized = Linearized(model.module, model.forward, self.parameters, compile=compile)
 
     def forward(self, batch: Batch, tau: Tau) -> LinearForward:
-        """Returns f + J τ of a batch."""
+        """Returns f + J τ for a batch."""
         return LinearForward(self._linearized.at(batch, tau, finite=False))
 
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, LinearForward]:
@@ -228,7 +229,7 @@ NORM = re.compile("norm", re.IGNORECASE)
 
 
 class AttentionRegime(FullRegime):
-    """The regime that trains the model itself, by default only the parameters of attention layers without their norms.
+    """The regime that trains the model itself, by default only the parameters of attention layers except norms.
 
     Raises:
         KfacpackError: If no parameter is selected.
@@ -237,7 +238,7 @@ class AttentionRegime(FullRegime):
     name = "attention"
 
     def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
-        """Returns the parameters that `params` selects or, if it is None, those of attention layers without norms."""
+        """Returns the parameters that `params` selects. By default, returns those of attention layers except norms."""
         parameters = super().choose_parameters(model, params)
         if params is None:
             parameters = {
@@ -255,8 +256,8 @@ LAYERS = re.compile("linear|conv|norm|attention|attn", re.IGNORECASE)
 class SparseRegime(FullRegime):
     """The regime that trains only some weights of the model itself.
 
-    The masks of the trainer select these weights, by default from linear, attention, convolution and norm layers. The
-    default learning rate and the default maximum norm of the gradient are those of TaLoS.
+    The masks of the trainer select these weights. By default, they are selected from linear, attention, convolution and
+    normalisation layers. The default learning rate and the default maximum norm of the gradient are those of TaLoS.
 
     Raises:
         KfacpackError: If no weight is selected.
@@ -267,7 +268,7 @@ class SparseRegime(FullRegime):
     default_clip = 1.0
 
     def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
-        """Returns the parameters that `params` selects or, if it is None, the weights of layers that match `LAYERS`."""
+        """Returns the parameters that `params` selects. By default, returns the weights of layers matching `LAYERS`."""
         parameters = super().choose_parameters(model, params)
         if params is None:
             weights = {
@@ -284,7 +285,7 @@ class SparseRegime(FullRegime):
 REGIMES: dict[str, type[Regime]] = {
     regime.name: regime for regime in (LinearRegime, FullRegime, AttentionRegime, SparseRegime)
 }
-"""Regimes by name."""
+"""Regime classes by name."""
 
 
 KEEP = 0.1
@@ -299,12 +300,12 @@ CALIBRATION_EXAMPLES = 256
 
 @dataclass(frozen=True, eq=False)
 class SparsityMasks:
-    """The weights that the regime `sparse` trains."""
+    """Masks that select the weights that the regime `sparse` trains."""
 
     tensors: dict[str, Tensor]
-    """Boolean tensors by parameter name, true for trained weights."""
+    """Boolean tensors by parameter name. Weights with True are trained."""
     settings: dict[str, float | str]
-    """Settings to record in the vector's file."""
+    """Settings of the selection, which are recorded in the vector's file."""
 
     @property
     def digest(self) -> str:
@@ -323,12 +324,12 @@ def require_share(keep: float) -> float:
         KfacpackError: If `keep` is not a number greater than 0 and at most 1.
     """
     if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < keep <= 1:
-        raise KfacpackError(f"--keep (keep) {keep}: expected a share of the weights, more than 0 and at most 1")
+        raise KfacpackError(f"--keep (keep) {keep}: expected a share of the weights greater than 0 and at most 1")
     return keep
 
 
 def lowest(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Returns masks that select the elements with the lowest scores among all tensors.
+    """Returns masks that select the elements with the lowest scores in all tensors together.
 
     Args:
         scores: Scores by parameter name. Elements with infinite scores are selected after all others.
@@ -362,10 +363,13 @@ def calibrated_masks(
         task: The task; its split "validation" is used.
         keep: Share of the weights to train.
         seed: Seed for choosing examples and sampling logits.
-        on_progress: Called with the number of examples done and the total number, both summed over all rounds.
+        on_progress: Called with the number of examples processed and the total number, both summed over all rounds.
+
+    Returns:
+        The masks.
 
     Raises:
-        KfacpackError: If the task has no classes or no validation split, or f does not depend on the weights.
+        KfacpackError: If the task has no classes or no validation split, or if f does not depend on the weights.
     """
     keep = require_share(keep)
     if isinstance(head, CompletionHead):
@@ -398,7 +402,7 @@ def _add_squared_gradients(
 ) -> None:
     """Samples a logit of one example and adds the squares of its gradients to `scores`.
 
-    `draw` is a random number from 0 to 1, which determines the logit that is sampled.
+    `draw` is a random number from 0 to 1 that determines which logit is sampled.
     """
     result = regime.forward(batch, tau)
     f = result.f.requires_grad_()
@@ -420,6 +424,9 @@ def masks_from_bundles(regime: Regime, bundles: Regularizer, keep: float = KEEP)
         bundles: Bundles that have been checked against the model and do not contain the task being trained.
         keep: Share of the weights of `regime` to train. Weights that no bundle covers are not trained.
 
+    Returns:
+        The masks.
+
     Raises:
         KfacpackError: If the bundles cover fewer weights than are to be trained.
     """
@@ -439,9 +446,8 @@ def masks_from_bundles(regime: Regime, bundles: Regularizer, keep: float = KEEP)
     covered = sum(int(score.isfinite().sum()) for score in scores.values())
     if covered < count:
         missing = abbreviate([name for name, score in scores.items() if bool(score.isinf().any())], limit=3)
-        problem = (
-            f"the bundles cover {covered:,} weights, fewer than the {count:,} to be trained; not covered: {missing}"
-        )
+        problem = f"the bundles cover {covered:,} weights, but {count:,} weights are to be trained"
+        problem += f"; parameters that are not fully covered: {missing}"
         remedy = "Pass a smaller --keep (keep), or choose weights with --params (params)"
         raise KfacpackError(f"--mask (mask): {problem}. {remedy}")
     digests = ", ".join(digest[:16] for digest in bundles.digests)
@@ -464,7 +470,7 @@ def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, 
 
 
 def _broadcast(masks: dict[str, Tensor], settings: dict[str, float | str]) -> SparsityMasks:
-    """Sends the masks of the first process to all others, so that rounding cannot make the processes diverge."""
+    """Sends the masks of the first process to all other processes, because rounding errors may make masks differ."""
     bytes_of = {name: mask.to(torch.uint8) for name, mask in masks.items()}
     distributed.broadcast(list(bytes_of.values()))
     return SparsityMasks({name: values.bool() for name, values in bytes_of.items()}, settings)

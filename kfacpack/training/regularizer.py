@@ -47,24 +47,24 @@ class OwnTaskWarning(UserWarning):
 
 
 class OutputScaleWarning(UserWarning):
-    """Issued if f is not normalised and a bundle does not record the scale of f, on which λ then depends."""
+    """Issued if f is not normalised and a bundle does not record its scale. A suitable λ then depends on the scale."""
 
 
 class PrecisionLoss(NamedTuple):
     """The relative errors of a penalty whose products are computed in reduced precision."""
 
     value: float
-    """Relative error |v' - v| / v of the value v."""
+    """Relative error |v' - v| / v of the value v, where v' is computed in reduced precision."""
     gradient: float
-    """Relative error ‖g' - g‖ / ‖g‖ of the gradient g over all parameters."""
+    """Relative error ‖g' - g‖ / ‖g‖ of the gradient g for all parameters."""
 
 
 class Regularizer:
     """The quadratic penalty λ/s Σ τᵀ G τ over one or several curvature bundles.
 
     A merged bundle represents Σ w_t G_t with weights w_t whose mean is 1. The divisor s makes λ independent of the
-    scale of f. It is 1 with a preset, with the metric `kl` and if f is normalised. Otherwise, it is the variance of f
-    that the bundles record (`OutputScale.reference`), or 1 if no bundle records it.
+    scale of f. It is 1 if a preset is used, if the metric is `kl`, or if f is normalised. Otherwise, it is the variance
+    of f that the bundles record (`OutputScale.reference`), or 1 if no bundle records it.
 
     Args:
         bundles: One or several curvatures, paths or `hf://` references. All must have the same base model and the same
@@ -72,7 +72,8 @@ class Regularizer:
         strength: λ. Defaults to 80, or to 3 for bundles with the metric `kl`. With `preset="tak"`, defaults to the λ
             that was published for the model.
         weights: Factors by which the penalty of a group of blocks is multiplied, by name of the group. The groups are
-            "norm", "projection" and, for all other blocks, their operation in the manifest, such as "token".
+            "norm" and "projection". All other blocks belong to the group of their operation in the manifest, such as
+            "token".
         preset: "tak" for the published weighting and scaling. `weights` takes precedence over the weights of the
             preset.
         every: Interval of the penalty in steps, for training loops that use `due`.
@@ -83,8 +84,8 @@ class Regularizer:
         precision: Precision of the products with factors: "bf16" keeps the factors in bfloat16 and multiplies in
             bfloat16; "tf32" uses TF32 on GPUs that support it. By default, the products are computed in the dtype of
             the computation. `precision_loss` measures the effect.
-        exclude_task: Name of the task being trained. Its own bundle is not used. From bundles into which the task was
-            merged by `tak`, it is subtracted; if that is not possible, an `OwnTaskWarning` is issued.
+        exclude_task: Name of the task being trained. A bundle for this task alone is not used. The task is subtracted
+            from bundles into which it was merged by `tak`. If this is not possible, an `OwnTaskWarning` is issued.
 
     Raises:
         KfacpackError: If the bundles are incompatible, or an option is out of range.
@@ -111,15 +112,15 @@ class Regularizer:
         sources = [bundles] if isinstance(bundles, Curvature | str | os.PathLike) else list(bundles)
         inputs = [MergeInput.of(source, position) for position, source in enumerate(sources, start=1)]
         if not inputs:
-            raise KfacpackError("a regularizer needs at least one bundle, got 0")
+            raise KfacpackError("expected at least one bundle for the penalty, got none")
         if preset not in (None, "tak"):
             raise KfacpackError(f"unknown preset {preset!r}; expected 'tak'")
         if precision not in (None, "tf32", "bf16"):
             raise KfacpackError(f"unknown precision {precision!r}; expected 'tf32' or 'bf16'")
         if every < 1:
-            raise KfacpackError(f"every {every}: expected at least 1 step")
+            raise KfacpackError(f"every {every}: expected an interval of at least 1 step")
         self.digests = tuple(bundle.curvature.digest for bundle in inputs)
-        """Digests of the bundles as passed, recorded in the vector's file."""
+        """Digests of the original bundles, which are recorded in the vector's file."""
         unchanged = [(bundle, bundle) for bundle in inputs]
         pairs = _without_own_task(inputs, exclude_task) if exclude_task else unchanged
         self._inputs = [reduced for _, reduced in pairs]
@@ -134,13 +135,13 @@ class Regularizer:
         self._device = torch.device(device) if device is not None else None
         self._dtype = dtype
         self.precision = precision
-        """Precision of the products; None for the dtype of the computation."""
+        """Precision of the products, or None for the dtype of the computation."""
         self._offload = offload
         self._factors: FactorPlacement | None = None
         self._shapes = {p.name: p.shape for curvature in self.curvatures for p in curvature.about.base.parameters}
         penalised: list[tuple[CurvatureBlock, float]] = []
         for original, reduced in pairs:
-            # Only the original records the number of positions; a subtraction loses it.
+            # Only the original bundle records the number of positions. It is lost in a subtraction.
             factors = block_factors(original.curvature, weights, preset)
             penalised += [(block, factors[block.name]) for block in reduced.curvature.blocks if factors[block.name]]
         self._batches = plan_batches(
@@ -164,7 +165,7 @@ class Regularizer:
 
     @property
     def curvatures(self) -> tuple[Curvature, ...]:
-        """Curvatures over which the penalty is summed, from which the task being trained was removed if possible."""
+        """Curvatures over which the penalty is summed. The task being trained is removed from them if possible."""
         return tuple(bundle.curvature for bundle in self._inputs)
 
     @property
@@ -199,13 +200,13 @@ class Regularizer:
 
         Args:
             model: A kfacpack model, a module or a state dict.
-            function: Description of f. Defaults to that of a kfacpack model. For a module or a state dict, f is not
-                checked by default.
-            base: Result of `Model.base` or `kp.identify` for `model`, if it has been computed already. Parameters in it
-                are not hashed again.
+            function: Description of f. Defaults to the function of a kfacpack model. For a module or a state dict, f is
+                not checked by default.
+            base: Result of `Model.base` or `kp.identify` for `model`, if already computed. The parameters that it
+                contains are not hashed again.
 
         Raises:
-            KfacpackError: If a bundle is for another f or base model; the message names the first parameter that
+            KfacpackError: If a bundle is for a different f or base model. The message names the first parameter that
                 differs.
         """
         if isinstance(model, Model):
@@ -215,12 +216,13 @@ class Regularizer:
         for bundle in self._inputs:
             about = bundle.curvature.about
             if function and (words := function_difference(about.function, function)):
-                raise KfacpackError(f"{bundle.name}: was estimated for a different f from the model's: {words}")
+                problem = "was estimated for a different f"
+                raise KfacpackError(f"{bundle.name}: {problem}. The f of the bundle and of the model: {words}")
             for parameter in about.base.parameters:
                 if identified.get(parameter.name) == parameter:
                     continue
                 if words := difference(parameter, weights):
-                    problem = f"was estimated for {about.base.name} with different weights from the model's"
+                    problem = f"was estimated for {about.base.name} with weights that differ from those of the model"
                     remedy = "Estimate the bundle again at the current weights of the model"
                     raise KfacpackError(f"{bundle.name}: {problem}: parameter {parameter.name!r} {words}. {remedy}")
                 identified[parameter.name] = parameter
@@ -230,7 +232,7 @@ class Regularizer:
 
         Args:
             tau: Task vector, {state-dict name: tensor of the parameter's shape}. Parameters that no bundle covers are
-                ignored; missing parameters count as zero.
+                ignored. Missing parameters count as zero.
 
         Returns:
             A 0-d tensor without a graph.
@@ -265,7 +267,8 @@ class Regularizer:
 
         Args:
             tau: Task vector by parameter name; see `value`.
-            grads: Gradients to add to, by parameter name; missing ones are created. Defaults to each tensor's `.grad`.
+            grads: Gradients to add to, by parameter name. Missing gradients are created. Defaults to the `.grad` of
+                each tensor.
 
         Returns:
             The penalty, a 0-d tensor without a graph.
@@ -308,7 +311,7 @@ class Regularizer:
             tau: Task vector by parameter name; see `value`.
 
         Returns:
-            The relative errors; 0 if the penalty is zero.
+            The relative errors. They are 0 if the penalty is zero.
 
         Raises:
             TaskVectorError: If τ does not match the bundles.
@@ -334,7 +337,7 @@ class Regularizer:
         Args:
             tau: τ by parameter name.
             grads: Gradients to add to, by parameter name, or None.
-            factors: Placed factors to use instead of those in the requested precision.
+            factors: Factors to use instead of the factors in the requested precision.
         """
         dtype, tf32 = self._dtype_for(tau), self.precision == "tf32" and factors is None
         factors = factors or self._factors_for(tau)
@@ -384,7 +387,7 @@ def _tf32_products(*, enabled: bool) -> Iterator[None]:
 
 
 class _Penalty(torch.autograd.Function):
-    """An autograd function that computes both the value and the gradient in the forward pass."""
+    """An autograd function that computes both the penalty and its gradient in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Tensor], names: tuple[str, ...], *tau: Tensor) -> Tensor:
@@ -404,7 +407,7 @@ def _output_scale(inputs: Sequence[MergeInput]) -> float:
     reference = scale_of_f(inputs)
     for bundle in inputs:
         if not (about.function.normalized or about.metric == "kl" or bundle.curvature.about.output_scale):
-            instead = "the scale of the other bundles is used" if reference else "the penalty is not divided by it"
+            instead = "the scale of the other bundles is used" if reference else "the penalty is not divided by a scale"
             problem = f"f is not normalised, and the bundle does not record the scale of f; {instead}"
             warnings.warn(f"{bundle.name}: {problem}. Estimate the bundle again", OutputScaleWarning, stacklevel=3)
     return reference or 1.0
@@ -414,8 +417,8 @@ def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[Mer
     """Removes the task being trained from the bundles.
 
     Returns:
-        Pairs of a bundle as passed and the same bundle without the task. If the task cannot be subtracted, a warning is
-        issued, and merged bundles are unchanged. Bundles for this task alone are left out.
+        Pairs of an original bundle and the same bundle without the task. If the task cannot be subtracted, a warning is
+        issued, and merged bundles are not changed. Bundles for this task alone are left out.
     """
     _warn_of_common_classes(inputs, task)
     if not any(parent.task == task for bundle in inputs for parent in bundle.parents):
@@ -434,7 +437,7 @@ def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[Mer
 
 
 def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
-    """Warns if a bundle contains another task that has classes in common with `task` but cannot be subtracted."""
+    """Warns if a bundle contains another task with classes in common with `task`. Such a task cannot be subtracted."""
     protected = {
         parent.task: bundle for bundle in inputs for parent in bundle.parents if parent.task and parent.task != task
     }

@@ -69,7 +69,7 @@ def train(
         model: A model from `kp.load_model`, or its name.
         task: A task from `kp.load_task`, or its name.
         reg: One or several bundles with the curvature of other tasks: curvatures, paths or `hf://` references. The
-            trained task is removed from bundles that contain it, where that is possible.
+            task being trained is removed from bundles that contain it, if possible.
         reg_data: One or several other tasks. The change in f on their data is penalised directly (τJp), without
             bundles.
         strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, and to 1 with `reg_data`. With `preset`,
@@ -80,31 +80,33 @@ def train(
         penalty_precision: `"tf32"` or `"bf16"` for faster products with the factors; `"bf16"` also halves the memory
             that the factors need. `Regularizer.precision_loss` measures the effect.
         offload: Whether to keep the factors on the CPU and copy them to the device a few blocks at a time.
-        regime: `"linear"` trains f + Jτ, `"full"` the model itself, `"attention"` its attention layers only, `"sparse"`
-            the weights to which f is least sensitive (TaLoS).
-        mask: Bundles of other tasks that select the weights of the regime `"sparse"`, instead of a calibration on the
-            task's validation split.
-        keep: Share of the weights that the regime `"sparse"` trains; 0.1 by default.
-        params: Names or patterns of the trained parameters; by default all that the model family does not freeze.
+        regime: `"linear"` trains the linearised model f + Jτ, `"full"` trains the model itself, `"attention"` trains
+            only its attention layers, and `"sparse"` trains only the weights to which f is least sensitive (TaLoS).
+        mask: Bundles of other tasks from which the regime `"sparse"` selects the weights to train. By default, they are
+            selected by a calibration on the task's validation split.
+        keep: Share of the weights that the regime `"sparse"` trains. Defaults to 0.1.
+        params: Names or patterns of the parameters to train. Defaults to all parameters that the model family does not
+            freeze.
         head: A frozen head, or the kind of head to compute: `"auto"`, `"text"`, `"words"` or `"prototypes"`.
         steps: Number of steps; 500 if neither `steps` nor `epochs` is given.
-        epochs: Passes over the training examples, instead of `steps`.
-        batch_size: Examples per step, summed over all processes.
+        epochs: Number of passes over the training examples, as an alternative to `steps`.
+        batch_size: Number of examples per step, summed over all processes.
         micro_batch_size: Maximum number of examples per forward pass. By default, each process computes all of its
             examples of a step in one pass.
-        lr: Peak learning rate; by default derived from the model, or 1e-5 in the regime `"sparse"`.
+        lr: Peak learning rate. Defaults to 1e-5 in the regime `"sparse"`. In other regimes, it is derived from the
+            model by default.
         warmup: Fraction of the steps over which the learning rate increases linearly.
         weight_decay: AdamW's weight decay on τ.
-        clip: Maximum norm of the gradient; by default 1 in the regime `"sparse"`, and no limit in others.
-        autocast: Whether to run the model in bfloat16; by default only on CUDA.
+        clip: Maximum norm of the gradient. Defaults to 1 in the regime `"sparse"`, and to no limit in other regimes.
+        autocast: Whether to run the model in bfloat16. By default, this is done only on CUDA devices.
         compile: Whether to compile the linearised step with torch.compile, and to use CUDA graphs on a GPU. Requires a
             C++ compiler.
         seed: Seed for the order of the examples.
         output: File to write. The metrics of each step and the state of an interrupted run are stored beside it. By
             default, no file is written.
         resume: Whether to resume an interrupted run with the same `output`.
-        on_progress: Called after each step with its metrics and the total number of steps; on a GPU, only after the
-            next step has been started.
+        on_progress: Called after each step with its metrics and the total number of steps. On a GPU, it is called only
+            after the next step has been started.
         stopped: Called after each step. Once it returns True, the state is stored and `Interrupted` is raised.
 
     Returns:
@@ -196,14 +198,15 @@ def build_trainer(
         head: A frozen head, or the kind of head to compute.
         autocast: Whether to run the model in bfloat16.
         compile: Whether to compile the linearised step with torch.compile.
-        on_head: Called with the number of examples done and the total number, while a head or the masks of the regime
-            `"sparse"` are computed from examples.
+        on_head: Called with the number of examples processed and the total number, while a head or the masks of the
+            regime `"sparse"` are computed from examples.
 
     Returns:
-        The trainer; its method `run` starts the training.
+        The trainer. Its method `run` starts the training.
 
     Raises:
-        KfacpackError: If a penalty option is given without its penalty, or if model, task and bundles are incompatible.
+        KfacpackError: If a penalty option is given without the penalty that it requires, or if the model, the task and
+            the bundles are incompatible.
     """
     bundles = as_bundle_list(reg)
     check_penalty_options(
@@ -233,7 +236,7 @@ def build_trainer(
             precision=penalty_precision,
             exclude_task=task.name,
         )
-    base = identify_base(training_regime, regularizer)  # checks bundles before the head is computed, which may be slow
+    base = identify_base(training_regime, regularizer)  # checks the bundles before the slow computation of the head
     masked = Regularizer(mask_bundles, exclude_task=task.name) if mask_bundles else None
     if masked:
         masked.check(model, base=base)
@@ -274,7 +277,7 @@ def check_penalty_options(
     penalty_precision: PenaltyPrecision | None,
     offload: bool,
 ) -> None:
-    """Rejects options of a penalty that is not used. The check needs no model, so it can run before one is loaded.
+    """Rejects options of a penalty that is not used. The check needs no model, so it can run before a model is loaded.
 
     Args:
         bundles: The bundles of a curvature penalty, if any.
@@ -287,7 +290,7 @@ def check_penalty_options(
         offload: Whether to keep the factors on the CPU.
 
     Raises:
-        KfacpackError: If both kinds of penalty are given, or an option is given without its penalty.
+        KfacpackError: If both kinds of penalty are given, or an option is given without the penalty that it requires.
     """
     if bundles and reg_data:
         expected = "expected a penalty from bundles (--reg, reg) or from data (--reg-data, reg_data)"
@@ -301,7 +304,7 @@ def check_penalty_options(
 
 
 def check_mask_options(regime: str, mask: Sequence[object], keep: float | None) -> None:
-    """Rejects options of the regime `sparse` in other regimes. The check needs no model.
+    """Rejects options of the regime `sparse` in other regimes. The check does not need the model.
 
     Args:
         regime: Name of the regime.
@@ -309,7 +312,7 @@ def check_mask_options(regime: str, mask: Sequence[object], keep: float | None) 
         keep: Share of the weights to train, or None.
 
     Raises:
-        KfacpackError: If an option does not apply or is out of range.
+        KfacpackError: If an option does not apply to the regime or is out of range.
     """
     if regime != "sparse" and (mask or keep is not None):
         raise KfacpackError(f"--mask (mask) and --keep (keep) require the regime 'sparse', got {regime!r}")
@@ -318,7 +321,7 @@ def check_mask_options(regime: str, mask: Sequence[object], keep: float | None) 
 
 
 def uses_autocast(model: Model, autocast: bool | None = None) -> bool:
-    """Returns whether training runs the model in bfloat16: as requested or, by default, only on CUDA."""
+    """Returns whether training runs the model in bfloat16. This is `autocast` or, by default, True only on CUDA."""
     return next(model.module.parameters()).device.type == "cuda" if autocast is None else autocast
 
 
@@ -328,7 +331,7 @@ def _data_penalty(
     names = [other.name for other in others]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         problem = f"{printable(repeated[0])} is given twice and would be counted twice"
-        raise KfacpackError(f"--reg-data (reg_data): {problem}")
+        raise KfacpackError(f"--reg-data (reg_data): {problem}; pass each task only once")
     if task.name in names:
         problem = f"{printable(task.name)} is the task being trained"
         raise KfacpackError(f"--reg-data (reg_data): {problem}; pass other tasks")

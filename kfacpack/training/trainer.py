@@ -1,8 +1,8 @@
 """The training loop for task vectors: distributed, resumable, with an optional penalty.
 
 Every process runs the same trainer. Process r of n takes every n-th example of each step's batch, beginning with
-example r. Gradients are summed over processes, and all processes continue with the same τ. Therefore, up to rounding,
-the result depends neither on the number of processes nor on how many examples are computed at once.
+example r. Gradients are summed over processes, and all processes continue with the same τ. Therefore, up to rounding
+errors, the result depends neither on the number of processes nor on how many examples are computed at once.
 
 The results of a step (loss, accuracy, penalty, and whether all values are finite) are read in one transfer. On a device
 that computes asynchronously, this happens after the next step has been started, so that the device is not idle while
@@ -69,11 +69,11 @@ def identify_base(regime: Regime, regularizer: Regularizer | None = None) -> Bas
         The identity of the trained and the penalised parameters.
 
     Raises:
-        KfacpackError: If a bundle is for another f or base model.
+        KfacpackError: If a bundle is for a different f or a different base model.
     """
     model = regime.model
     penalised = regularizer.parameters if regularizer else ()
-    # The check below reports parameters that the model lacks, together with the name of the bundle.
+    # The check below reports parameters that the model does not have, together with the name of the bundle.
     present = model.module.state_dict().keys()
     base = model.base([*regime.parameters, *(name for name in penalised if name in present)])
     if regularizer:
@@ -177,9 +177,9 @@ class StartedStep:
     lr: float
     """Learning rate of the step."""
     values: DeferredValues
-    """Sums over all processes of the losses, correct predictions, micro-batches with NaN or Inf in f, data penalty, and
-    requests to stop and to save; followed by the penalty, the largest magnitude in the gradient, and that in τ after
-    the step."""
+    """First the sums over all processes: the loss, the number of correct predictions, the number of micro-batches with
+    NaN or Inf in f, the data penalty, and the numbers of requests to stop and to save. Then the penalty, the largest
+    magnitude in the gradient, and the largest magnitude in τ after the step."""
 
 
 _LR_EXAMPLES = 32
@@ -205,15 +205,15 @@ class Trainer:
     settings: TrainingSettings = field(default_factory=TrainingSettings)
     """Number of steps, batch size, learning rate, seed and other hyperparameters."""
     regularizer: Regularizer | None = None
-    """Curvature penalty; cannot be combined with `data_penalty`."""
+    """Curvature penalty. It cannot be combined with `data_penalty`."""
     data_penalty: DataPenalty | None = None
-    """Data penalty; cannot be combined with `regularizer`."""
+    """Data penalty. It cannot be combined with `regularizer`."""
     autocast: torch.dtype | None = None
-    """Compute dtype of the model. Defaults to that of its weights; τ is always float32."""
+    """Compute dtype of the model. Defaults to the dtype of its weights. τ is always float32."""
     base: Base | None = None
-    """Result of `identify_base`, if it has been computed already; otherwise it is computed at construction."""
+    """Result of `identify_base`. By default, it is computed at construction."""
     masks: SparsityMasks | None = None
-    """The weights to train, in the regime `sparse`."""
+    """Masks that select the weights to train. They are required in the regime `sparse`, and only there."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.head, CompletionHead):
@@ -222,7 +222,7 @@ class Trainer:
             raise KfacpackError(f"{printable(self.task.name)}: the training split has no examples")
         if (self.masks is None) == (self.regime.name == "sparse"):
             raise KfacpackError(
-                f"regime {self.regime.name!r}: masks are required in the regime 'sparse', and not allowed in others"
+                f"regime {self.regime.name!r}: masks are required in the regime 'sparse', and not allowed otherwise"
             )
         if self.regularizer and self.data_penalty:
             raise KfacpackError("expected a penalty from bundles or from data, got both")
@@ -238,7 +238,7 @@ class Trainer:
 
     @cached_property
     def unpenalised(self) -> tuple[str, ...]:
-        """Trained parameters that no bundle of the penalty covers; empty if there is no curvature penalty."""
+        """Trained parameters that no bundle of the curvature penalty covers. Empty if there is no such penalty."""
         covered = self.regularizer.parameters if self.regularizer else self.regime.parameters
         return tuple(name for name in self.regime.parameters if name not in covered)
 
@@ -259,7 +259,7 @@ class Trainer:
 
     @property
     def clip(self) -> float | None:
-        """Maximum norm of the gradient; None for no limit."""
+        """Maximum norm of the gradient, or None for no limit."""
         return self.settings.clip if self.settings.clip is not None else self.regime.default_clip
 
     @cached_property
@@ -284,14 +284,14 @@ class Trainer:
         on_progress: Callable[[Metrics, int], None] = lambda metrics, steps: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> TaskVector:
-        """Trains the vector and writes it to a file. Until then, the state is stored beside this file at intervals.
+        """Trains the vector and writes it to a file. During training, the state is stored beside the file at intervals.
 
         Args:
             output: File to write.
             resume: Whether to resume an interrupted run with the same output.
             every: Minimum number of seconds between two stored states.
-            on_progress: Called after each step with its metrics and the total number of steps; on a GPU, only after the
-                next step has been started.
+            on_progress: Called after each step with its metrics and the total number of steps. On a GPU, it is called
+                only after the next step has been started.
             stopped: Called after each step. Once it returns True, the state is stored and `Interrupted` is raised.
 
         Returns:
@@ -307,7 +307,7 @@ class Trainer:
         model, base = self.regime.model, self._trained_base()
         masks = self.masks.tensors if self.masks else None
         state = AdamWState(self.regime.parameters, self.settings, self.clip, masks)
-        # Fails before the first step, rather than after the last, if the metadata is invalid.
+        # Invalid metadata raises an error here, before the first step, and not only after the last step.
         build_task_vector(self, state.tau, base)
         partial = PartialFile(_partial_path(output), "a training run", resume_request(self, base), every)
         done = self._begin(partial, state, resume=resume)
@@ -360,7 +360,7 @@ class Trainer:
         return vector
 
     def _trained_base(self) -> Base:
-        """Returns the identity of the trained parameters alone, from the hashes computed at construction."""
+        """Returns the identity of only the trained parameters, from the hashes computed at construction."""
         assert self.base is not None
         trained = tuple(parameter for parameter in self.base.parameters if parameter.name in self.regime.parameters)
         base = self.base
@@ -369,10 +369,10 @@ class Trainer:
         )
 
     def penalty_error(self, vector: TaskVector) -> PrecisionLoss | None:
-        """Returns the errors of the penalty at a vector if it is computed in reduced precision, else None.
+        """Returns the errors of a penalty in reduced precision, or None if the precision is not reduced.
 
         Args:
-            vector: A task vector of this run.
+            vector: The task vector of this run, at which the errors are measured.
         """
         if self.regularizer is None or self.regularizer.precision is None:
             return None
@@ -385,7 +385,7 @@ class Trainer:
             warnings.warn(f"{self.task.name}: {problem}", PenaltyWarning, stacklevel=3)
 
     def _begin(self, partial: PartialFile, state: AdamWState, *, resume: bool) -> int:
-        """Returns the number of completed steps. The first process restores and broadcasts the state and the head."""
+        """Restores the state, broadcasts it and the head, and returns the number of completed steps."""
         done = torch.zeros((), dtype=torch.int64)
         if distributed.rank() == 0:
             done.fill_(partial.restore(state) if resume else partial.require_absent())
@@ -399,7 +399,7 @@ class Trainer:
     def _start_step(
         self, step: int, state: AdamWState, loader: Iterator[list[Any]], stop: bool, save: bool
     ) -> StartedStep:
-        """Starts one step without waiting for its results; `stop` and `save` are requests to all processes."""
+        """Starts one step without waiting for its results. `stop` and `save` are requests to all processes."""
         device, batches = self.head.weight.device, next(loader)
         state.clear()
         # The losses, the correct predictions, and the micro-batches with NaN or Inf in f.
@@ -424,7 +424,7 @@ class Trainer:
         return StartedStep(step, lr, DeferredValues(torch.cat([results, others])))
 
     def _results(self, started: StartedStep) -> tuple[Metrics, tuple[bool, bool]]:
-        """Returns the metrics of a step, and whether any process requested a stop, and whether any requested a save.
+        """Returns the metrics of a step, whether any process requested a stop, and whether any requested a save.
 
         Raises:
             KfacpackError: If a value is NaN or Inf, or f does not depend on the parameters.
@@ -436,7 +436,7 @@ class Trainer:
         if failed:
             raise self._step_error(step, NOT_FINITE, lr_involved=step > 0)
         if not (isfinite(mean_loss) and isfinite(value)):
-            problem = f"the loss is {mean_loss:.3g} and the penalty {value:.3g}"
+            problem = f"the loss is {mean_loss:.3g} and the penalty is {value:.3g}"
             raise self._step_error(step, problem, lr_involved=step > 0)
         if not isfinite(gradient):
             raise self._step_error(step, "the gradient contains NaN or Inf", lr_involved=step > 0)
@@ -449,7 +449,7 @@ class Trainer:
 
     def _step_error(self, step: int, problem: str, *, lr_involved: bool) -> KfacpackError:
         """Returns the error for a failed step. If `lr_involved` is set, a lower learning rate may be the remedy."""
-        state = "The last state that was stored beside the output is kept, if there is one"
+        state = "Any state stored beside the output is kept"
         for name, parameter in self.regime.model.module.named_parameters():
             if not bool(parameter.isfinite().all()):
                 remedy = f"the weights of the model contain NaN or Inf, first in {name!r}: load other weights"
@@ -463,8 +463,8 @@ class Trainer:
         """Adds the gradient of the loss of a micro-batch.
 
         Returns:
-            A tensor of shape (3,): the sum of the losses, the number of correct predictions, and 1 if f contains NaN or
-            Inf, otherwise 0.
+            A tensor of shape (3,): the sum of the losses, the number of correct predictions, and a flag that is 1 if f
+            contains NaN or Inf.
         """
         with self._autocast_context():
             result = self.regime.forward(batch, state.tau)
@@ -481,7 +481,7 @@ class Trainer:
         return torch.autocast(self.head.weight.device.type, self.autocast)
 
     def _labels(self, numbers: Sequence[int]) -> Tensor:
-        """Returns labels as indices into the classes of `_own_head`, on the CPU; zeros for a task without classes."""
+        """Returns labels as indices into the classes of `_own_head`, on the CPU. Without classes, they are zeros."""
         if isinstance(self.head, CompletionHead):
             return torch.zeros(len(numbers), dtype=torch.int64)
         labels = torch.tensor([self.split.label(number) for number in numbers], dtype=torch.int64)

@@ -2,10 +2,10 @@
 
 Notation: W (m, n) is the change to a weight, in the orientation of the parameter. The adapter stores an approximation
 U V with U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. If the vector stores W as factors of at most the
-given rank, these are U and V. Otherwise, without a bundle, U V is the truncated singular value decomposition of W.
-With a bundle, errors are measured in the norm that the bundle's curvature G defines, ‖X‖² = <X, G X>, and U V is chosen
-to make the error in this norm small. This choice is itself approximate, so the truncated decomposition is used wherever
-its error in this norm is not larger.
+given rank, these factors are used as U and V. Otherwise, if no bundle is passed, U V is the truncated singular value
+decomposition (SVD) of W. With a bundle, errors are measured in the norm that the bundle's curvature G defines,
+‖X‖² = <X, G X>, and U V is chosen to make the error in this norm small. The result is not always optimal, so the
+truncated SVD is used for every matrix for which its error in this norm is not larger.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LinearVectorWarning(UserWarning):
 
 @dataclass(frozen=True)
 class ExportedMatrix:
-    """The change to one weight matrix in the adapter, and its approximation error."""
+    """Information on the change to one weight matrix in the adapter, including its approximation error."""
 
     parameter: str
     """Name of the parameter."""
@@ -59,8 +59,8 @@ class ExportedMatrix:
     rank: int
     """Rank of the approximation."""
     method: ApproximationMethod
-    """How the change is approximated: "factors" if the vector's own factors are exported, without loss; "svd" for the
-    truncated singular value decomposition; "metric" for an approximation with a smaller error in the bundle's norm."""
+    """How the change is approximated: "factors" if the vector's own factors are exported without loss, "svd" for the
+    truncated singular value decomposition, "metric" for an approximation with a smaller error in the bundle's norm."""
     error: float
     """Relative error ‖W − U V‖ / ‖W‖ of the approximation U V of the change W, in the Frobenius norm."""
     metric_error: float | None
@@ -98,11 +98,11 @@ class LoraExport:
     """Size of `adapter_model.safetensors` in bytes."""
     matrices: tuple[ExportedMatrix, ...]
     lost: tuple[LostParameter, ...]
-    """Parameters that change in the vector but not in the adapter."""
+    """Parameters that the vector changes but the adapter does not."""
     error: float
-    """‖τ − adapter‖ / ‖τ‖ over all parameters, including those in `lost`."""
+    """Relative error ‖τ − τ'‖ / ‖τ‖ over all parameters, including those in `lost`; τ' is the adapter's change."""
     metric_error: float | None
-    """‖τ − adapter‖ / ‖τ‖ in the bundle's norm; None if there is no bundle or if this norm of τ is zero."""
+    """Relative error ‖τ − τ'‖ / ‖τ‖ in the bundle's norm; None if there is no bundle or if this norm of τ is zero."""
 
 
 def export_lora(
@@ -114,7 +114,7 @@ def export_lora(
     model: Model | nn.Module | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> LoraExport:
-    """Writes a task vector as a folder that `peft.PeftModel.from_pretrained` loads onto the base model.
+    """Writes a task vector as a LoRA adapter, a folder that `peft.PeftModel.from_pretrained` loads onto the base model.
 
     The adapter contains the changes to the weights of linear layers and to the fused input projections of
     `nn.MultiheadAttention`. Changes to all other parameters are left out and listed in the result: output projections
@@ -125,10 +125,11 @@ def export_lora(
         vector: A task vector, or the path of its file.
         path: Folder to write. If it exists, it must be empty.
         rank: Maximum rank of each matrix.
-        bundle: A curvature, or the path of a bundle. If it is passed, the error of each matrix is minimised in the norm
-            that its curvature defines. Parameters that the bundle does not cover are approximated by the truncated SVD.
-        model: The base model, whose architecture is used, but not its weights. By default, the model that the vector
-            records is built with random weights.
+        bundle: A curvature, or the path of a bundle. If it is passed, the approximation of each matrix is chosen so
+            that its error is small in the norm that the curvature defines. Parameters that the bundle does not cover
+            are approximated by the truncated SVD.
+        model: The base model. Only its architecture is used. By default, the base model that the vector records is
+            built with random weights.
         on_progress: Called with the number of parameters done and the total number.
 
     Returns:
@@ -143,7 +144,7 @@ def export_lora(
         >>> peft.PeftModel.from_pretrained(model.module, "dtd-lora")  # doctest: +SKIP
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise KfacpackError(f"LoRA rank {rank}: expected a positive integer")
+        raise KfacpackError(f"the LoRA rank is {rank}, expected a positive integer")
     expected: tuple[tuple[str, object, tuple[type, ...]], ...] = (
         ("vector", vector, (TaskVector, str, os.PathLike)),
         ("path", path, (str, os.PathLike)),
@@ -173,7 +174,8 @@ def export_lora(
     targets = {name: owner for name, owner in owners.items() if isinstance(owner, Target)}
     if not targets:
         first = next((f"{name!r} is {reason}" for name, reason in owners.items()), "it has no parameters")
-        raise TaskVectorError(f"the vector has no weight that a LoRA adapter can contain: {first}")
+        problem = f"the vector has no weight that a LoRA adapter can contain: {first}"
+        raise TaskVectorError(f"{problem}. Expected weights of linear layers")
     if vector.is_linear:
         problem = "the vector was trained in the linearised model f + J τ; with the adapter, the model has the weights"
         warnings.warn(f"{problem} θ0 + τ and gives different outputs", LinearVectorWarning, stacklevel=2)
@@ -214,21 +216,21 @@ def _check_bundle(vector: TaskVector, curvature: Curvature) -> None:
             problem = f"has a different base model than the vector: the parameter {parameter.name!r} differs"
             raise KfacpackError(f"{name}: {problem}. Use a bundle that was estimated for {about.base.name}")
     if change := function_difference(about.function, curvature.about.function):
-        raise KfacpackError(f"{name}: was estimated for a different function f than that of the vector: {change}")
+        raise KfacpackError(f"{name}: the bundle and the vector are for different functions f: {change}")
 
 
 def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:
-    """Returns the passed model's module or, without a model, a new module of the base model's architecture."""
+    """Returns the module of the passed model or, if `model` is None, a new module with the architecture of `base`."""
     if model is None:
         prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)
         remedy = "Pass the model: --model MODEL (model=…)"
         if prefix is None:
-            problem = f"the module of {base.name} is unknown: there is no model family {base.family!r}"
+            problem = f"the architecture of {base.name} is unknown: there is no model family {base.family!r}"
             raise KfacpackError(f"{problem}. {remedy}")
         try:
             return load_model(f"{prefix}:{base.name}" if prefix else base.name, weights="random").module
         except KfacpackError as error:
-            raise KfacpackError(f"the module of {base.name} cannot be built: {error}. {remedy}") from error
+            raise KfacpackError(f"the model {base.name} cannot be built: {error}. {remedy}") from error
     return model.module if isinstance(model, Model) else model
 
 
@@ -264,7 +266,7 @@ def _target(module: nn.Module, name: str, shape: tuple[int, ...], uses: Mapping[
         return Target(owner_name, False)
     if isinstance(parent, nn.MultiheadAttention):
         # PEFT 0.21 adds these factors twice (huggingface/peft pull request 3774), so no file works with all versions.
-        return "the output of nn.MultiheadAttention, whose factors PEFT adds twice"
+        return "the output projection of nn.MultiheadAttention, whose factors PEFT adds twice"
     return Target(owner_name, conv1d)
 
 
@@ -274,7 +276,7 @@ def _approximate(
     """Approximates the change to a weight.
 
     Returns:
-        The factors in float32, or None if the change is zero; and a report on the approximation.
+        The factors in float32 (None if the change is zero), and a report on the approximation.
     """
     W = vector[name].reshape(vector[name].shape[0], -1).double()
     stored = vector.factors(name)
@@ -301,7 +303,7 @@ def _approximate(
 
 @dataclass
 class _Totals:
-    """Squared norms of the vector and of its difference from the adapter, in the Frobenius and in the bundle's norm."""
+    """Squared norms of the vector and of its difference from the adapter, in the Frobenius and the bundle's norm."""
 
     norm: float = 0.0
     error: float = 0.0
@@ -397,10 +399,10 @@ def _write(
 
 
 def _target_modules(names: list[str], modules: Iterable[str]) -> list[str] | str:
-    """Returns the value of `target_modules` in the config, which selects exactly the modules with the given names.
+    """Returns the value of `target_modules` in the config that selects exactly the modules with the given names.
 
-    PEFT also adapts modules whose names end with a listed name. If the model has such modules, the value is a regular
-    expression instead of the list.
+    PEFT also adapts modules whose names end with a listed name. If the model has such modules, a regular expression is
+    returned instead of a list.
     """
     suffixes = tuple(f".{name}" for name in names)
     if any(module.endswith(suffixes) and module not in names for module in modules):

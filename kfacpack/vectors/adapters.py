@@ -1,4 +1,4 @@
-"""Reads PEFT's LoRA adapters and returns their weight changes as factors. The peft library is not needed.
+"""Reads the LoRA adapters of PEFT and returns their weight changes as factors. PEFT itself is not needed.
 
 An adapter is a folder with `adapter_config.json` and `adapter_model.safetensors`. With A (r, in) and B (out, r), the
 change to a layer's weight is s B A, where s = α / r, or α / √r with rsLoRA. For embeddings, and for layers that store
@@ -26,7 +26,7 @@ from kfacpack.vectors.checkpoints import (
 )
 from kfacpack.vectors.parameter_change import Factors
 
-_MERGE_FIRST = "Merge the adapter into its model with peft's merge_and_unload, then extract the merged checkpoint"
+_MERGE_FIRST = "Merge the adapter into its model with PEFT's merge_and_unload, and then extract the merged checkpoint"
 ONLY_LORA = f"Only plain LoRA adapters are supported. {_MERGE_FIRST}"
 """Remedy for adapters that are not plain LoRA adapters."""
 _UNSUPPORTED = {
@@ -45,7 +45,7 @@ _UNSUPPORTED = {
 }
 """Variants of LoRA in which the change to a weight is not s B A, by the config key that enables them."""
 _INITIALISATIONS = ("gaussian", "eva", "orthogonal")
-"""Initialisations of A and B that leave the base model's weights unchanged; others, such as PiSSA, change them."""
+"""Initialisations of A and B that do not change the weights of the base model, unlike others such as PiSSA."""
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
@@ -71,7 +71,7 @@ class Adapter:
 
     tensors: CheckpointTensors
     base: str | None
-    """Name of the base model in the config; None if the config does not state it."""
+    """Name of the base model according to the config; None if the config does not contain it."""
     layers: Mapping[str, AdapterLayer]
     """Layers with LoRA factors, by layer name."""
     replaced: Mapping[str, str]
@@ -96,7 +96,7 @@ class Adapter:
         tensors = {factor: self.tensors.read(name) for factor, name in layer.tensors.items()}
         for factor, name in layer.tensors.items():
             if not tensors[factor].is_floating_point() or not bool(tensors[factor].isfinite().all()):
-                problem = "is not finite or not of a floating-point type"
+                problem = "contains NaN or Inf, or does not have a floating-point dtype"
                 raise BundleError(self.tensors.name, problem, f"tensor {name!r}")
         right, left = tensors["A"].double().flatten(1), tensors["B"].double().flatten(1)
         if layer.is_embedding or stores_transposed(module):
@@ -107,9 +107,9 @@ class Adapter:
             columns *= side
         if grouped or left.shape[0] != rows or right.shape[1] != columns or left.shape[1] != right.shape[0]:
             actual = " and ".join(str(list(tensors[factor].shape)) for factor in ("A", "B"))
-            problem = f"A and B of shapes {actual} do not match the base model's weight of shape {list(shape)}"
-            problem += ", because the layer has groups" if grouped else ""
-            remedy = "The adapter may be for another base model"
+            problem = f"A and B have shapes {actual}, which do not match the base model's weight of shape {list(shape)}"
+            problem += "; layers with groups are not supported" if grouped else ""
+            remedy = "The adapter may have been trained for another base model"
             raise BundleError(self.tensors.name, problem, f"layer {layer.module!r}", remedy)
         return (layer.scale * left).float().contiguous(), right.float().contiguous()
 
@@ -152,7 +152,7 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
         path = name.removeprefix(_PREFIX)
         if match := _LORA.fullmatch(path):
             if match["module"].endswith(".base_layer.out_proj"):
-                # peft 0.21 adds the change of out_proj twice, so its effect depends on the version of peft.
+                # PEFT 0.21 adds the change of out_proj twice, so the effect depends on the version of PEFT.
                 layer_name = match["module"].removesuffix(".base_layer.out_proj")
                 problem = "has LoRA factors for torch.nn.MultiheadAttention, which are not supported"
                 raise BundleError(folder.name, problem, f"layer {layer_name!r}", _MERGE_FIRST)
@@ -185,13 +185,14 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in _INITIALISATIONS:
         problem = f"is {printable(start)!r}, an initialisation that also changes the weights of the base model"
-        remedy = "Convert it to a plain LoRA adapter with peft's path_initial_model_for_weight_conversion"
+        remedy = "Convert the adapter to a plain LoRA adapter with PEFT's path_initial_model_for_weight_conversion"
         raise BundleError(name, problem, f"{ADAPTER_CONFIG}: init_lora_weights", remedy)
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
         numbers = isinstance(patterns, dict) and all(_is_positive(value) for value in patterns.values())
         if not numbers:
-            raise BundleError(name, "expected a positive number for each pattern", f"{ADAPTER_CONFIG}: {key}")
+            problem = f"is {printable(str(patterns))}, expected a positive number for each pattern"
+            raise BundleError(name, problem, f"{ADAPTER_CONFIG}: {key}")
     for key in ("r", "lora_alpha"):
         if not _is_positive(config.get(key)):
             problem = f"is {printable(str(config.get(key)))}, expected a positive number"
@@ -203,7 +204,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _scale(name: str, config: Mapping[str, Any], module: str, layer: AdapterLayer, tensors: CheckpointTensors) -> float:
-    """Checks that A and B exist and have the rank r that the config states, and returns s = α / r or α / √r."""
+    """Checks that A and B exist and have the rank r given in the config, and returns s = α / r or α / √r."""
     where = f"layer {module!r}"
     if missing := [factor for factor in ("A", "B") if factor not in layer.tensors]:
         raise BundleError(name, f"the matrix {missing[0]} is missing", where, "Download the adapter again")
@@ -211,13 +212,13 @@ def _scale(name: str, config: Mapping[str, Any], module: str, layer: AdapterLaye
     rank = _by_pattern(name, config, "rank_pattern", "r", module)
     if len(shapes["A"]) < 2 or len(shapes["B"]) < 2 or not shapes["A"][0] == shapes["B"][1] == rank:
         actual = f"A and B have the shapes {list(shapes['A'])} and {list(shapes['B'])}"
-        raise BundleError(name, f"{actual}, but the config states the rank {rank:g}", where)
+        raise BundleError(name, f"{actual}, but the config specifies rank {rank:g}", where)
     alpha = _by_pattern(name, config, "alpha_pattern", "lora_alpha", module)
     return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)
 
 
 def _by_pattern(name: str, config: Mapping[str, Any], patterns: str, default: str, module: str) -> float:
-    """Returns the value of a config key for a layer. As in peft, name patterns can override the key's value.
+    """Returns the value of a config key for a layer. As in PEFT, name patterns can override the key's value.
 
     Args:
         name: Location of the adapter, for error messages.
@@ -228,7 +229,7 @@ def _by_pattern(name: str, config: Mapping[str, Any], patterns: str, default: st
     """
     for pattern, value in (config.get(patterns) or {}).items():
         try:
-            # The pattern is untrusted: repeated groups could take exponential time.
+            # The pattern is untrusted: matching repeated groups could take exponential time.
             if len(pattern) > _MAX_PATTERN or _REPEATED_GROUP.search(pattern):
                 raise ValueError(f"expected at most {_MAX_PATTERN} characters and no repeated group")
             matches = re.match(rf"(.*\.)?({pattern})$", module)

@@ -1,7 +1,7 @@
 """`kp.add` merges task vectors into one; `kp.refine` reduces the effect of a vector on other tasks.
 
-Most methods compute their result lazily, one parameter at a time. Methods that use curvature, and `refine`, compute it
-immediately, because the resulting vector records how the iterations converged.
+Most methods compute their result lazily, one parameter at a time. Methods that solve a least-squares problem, and
+`refine`, compute the result immediately, because the resulting vector records how the iterations converged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MergedVector(VectorStorage):
 
 
 class SolvedVector(VectorStorage):
-    """The result, in memory, of a method that merges all parameters at once. Low-rank changes are kept as factors."""
+    """The in-memory result of a method that merges all parameters at once. Low-rank changes are kept as factors."""
 
     def __init__(self, parameters: SolvedParameters, about: AboutVector, heads: Mapping[str, Head]):
         self.about = about
@@ -107,19 +107,19 @@ def add(
 ) -> TaskVector:
     """Merges task vectors into one vector, which has the scale of their sum rather than of their mean.
 
-    Most methods compute the result one parameter at a time when it is read or saved. "curvature", "regmean", "fisher"
-    and "actmat" compute it immediately; `about.method` of the result then contains the number of iterations, the
-    residual and the objective of each block.
+    Most methods compute the result one parameter at a time, when the parameter is read or the vector is saved.
+    "curvature", "regmean", "fisher" and "actmat" compute the whole result immediately. For these methods,
+    `about.method` of the result contains the number of iterations, the residual and the objective of each block.
 
     Args:
-        vectors: Task vectors or paths of their files, each at most once.
+        vectors: Task vectors, or paths of their files. A vector must not be passed more than once.
         method: One of
 
             {methods}
         alpha: A factor for the result, or one factor for each vector. For every method, multiplying all vectors by
             a factor multiplies the result by the same factor.
-        bundles: Curvatures or paths of bundles for the vectors' tasks, in any order, if the method needs them. A vector
-            with several tasks needs a merged bundle of these tasks or several bundles.
+        bundles: Curvatures or paths of bundles for the vectors' tasks, in any order. They must be passed if and only if
+            the method needs them. A vector with several tasks needs a merged bundle of these tasks or several bundles.
         on_progress: Called with the number of blocks done and the total number, but only by methods that compute the
             result immediately.
         **settings: Settings of the method, as listed above.
@@ -128,7 +128,7 @@ def add(
         The merged vector, with the heads of all tasks.
 
     Raises:
-        KfacpackError: If the method, a setting or alpha is invalid, if bundles are missing or superfluous, or if the
+        KfacpackError: If the method, a setting or `alpha` is invalid, if bundles are missing or superfluous, or if the
             curvature of a block is not positive definite and cannot be repaired.
         TaskVectorError: If the vectors are incompatible, if a vector would be counted twice, or if a bundle was
             estimated for another base model or f.
@@ -144,7 +144,7 @@ def add(
         raise KfacpackError(f"unknown method {printable(str(method))!r}, expected one of {', '.join(METHODS)}")
     merge_method = METHODS[method].of(settings)
     if isinstance(vectors, TaskVector | str | os.PathLike):
-        raise KfacpackError("add expects a list of task vectors or paths, got a single one")
+        raise KfacpackError("add expects a list of task vectors or paths, got a single vector or path")
     if not isinstance(vectors, Iterable):
         raise KfacpackError(f"add expects a list of task vectors or paths, got {type(vectors).__name__}")
     sources = list(vectors)
@@ -203,7 +203,7 @@ def _matched_bundles(
         tasks = list(dict.fromkeys(task for vector in vectors for task in vector.tasks))
         raise KfacpackError(
             f"the method {method.name!r} needs bundles for {abbreviate(map(repr, tasks))}, got none. Pass them: "
-            f"--bundle {tasks[0]}.kfac (bundles=[…]), or estimate them: kfacpack estimate --task {tasks[0]} -o "
+            f"--bundle {tasks[0]}.kfac (bundles=[…]), or first estimate them: kfacpack estimate --task {tasks[0]} -o "
             f"{tasks[0]}.kfac"
         )
     return match_bundles(vectors, inputs, equal_weights=method.settings.get("task_weights") == "equal")
@@ -217,7 +217,8 @@ def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
         if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
             raise KfacpackError(f"α is {number!r}, expected a finite number")
     if len(numbers) != count:
-        raise KfacpackError(f"expected one α, or one per vector: got {len(numbers)} for {count} vectors")
+        problem = f"got {len(numbers)} values of α for {count} vectors"
+        raise KfacpackError(f"{problem}, expected a single value or one value per vector")
     return [float(number) for number in numbers]
 
 
@@ -234,9 +235,10 @@ def _require_different(vectors: Sequence[TaskVector], sources: Sequence[Addable]
         for signed_digest in {(vector.digest, True), *addends}:
             if signed_digest in seen:
                 pair = f"{printable(seen[signed_digest])} and {printable(name)}"
-                remedy = f"Pass it only once, or use α = 2 (tasks: {', '.join(map(printable, vector.tasks))})"
+                tasks = f"tasks: {', '.join(map(printable, vector.tasks))}"
                 problem = "are the same vector" if vector.digest == digests[seen[signed_digest]] else "share a vector"
-                raise TaskVectorError(f"{pair} {problem}, which would be counted twice. {remedy}")
+                remedy = "Pass this vector only once, with α = 2 if it should count twice"
+                raise TaskVectorError(f"{pair} {problem}, which would be counted twice ({tasks}). {remedy}")
             seen[signed_digest] = name
         digests[name] = vector.digest
 
@@ -265,9 +267,9 @@ def refine(
         reg: One or several bundles for the other tasks. They may be merged bundles.
         strength: λ, the factor by which the curvature for the other tasks is multiplied.
         damping: ε, relative to the mean eigenvalue of G_own + λ Σ w_t G_t in each block of parameters.
-        task_weights: "equal" gives every other task weight one; "size" weights them in proportion to the sizes of
-            their datasets, scaled to a mean of one.
-        tolerance: Relative residual at which the iterative solver stops, for each block.
+        task_weights: "equal" gives each of the other tasks the weight one. "size" gives them weights in proportion to
+            the sizes of their datasets, scaled to a mean of one.
+        tolerance: Relative residual at which the iterative solver stops in each block.
         iterations: Maximum number of iterations per block.
         on_progress: Called with the number of blocks done and the total number.
 
@@ -285,7 +287,7 @@ def refine(
     """
     method = RefineMethod(strength, damping, task_weights, tolerance, iterations)
     if not isinstance(vector, TaskVector | str | os.PathLike):
-        raise KfacpackError(f"expected a task vector or a path, got {type(vector).__name__}")
+        raise KfacpackError(f"refine: expected a task vector or a path, got {type(vector).__name__}")
     tau = vector if isinstance(vector, TaskVector) else TaskVector.load(vector)
     bundles = _match_bundles(tau, _as_list(own), _as_list(reg), method)
     inputs = [MethodInput(alpha, tau, tau.digest) for alpha in (1.0, 0.0)]
@@ -317,7 +319,7 @@ def _match_bundles(
     for name, bundles in (("own", own), ("reg", reg)):
         if not bundles:
             raise KfacpackError(f"refine: expected at least one bundle for {name} (--{name}), got none")
-    # Opening them together checks that all of them are compatible with each other.
+    # All bundles are opened together to check that they are compatible with each other.
     inputs = load_bundles([*own, *reg])
     own_inputs, others = inputs[: len(own)], inputs[len(own) :]
     for item in others:
@@ -336,7 +338,7 @@ def _check_other(tau: TaskVector, item: MergeInput) -> None:
         for task in tau.tasks:
             if parent.task is not None and share_classes(parent.task, task):
                 raise KfacpackError(
-                    f"{item.name}: contains {parent.task!r}, but {task!r} is a task of the vector, whose effect must "
-                    f"be kept. Pass bundles for other tasks; to remove a task from a merged bundle: kfacpack merge "
-                    f"--without {parent.task}"
+                    f"{item.name}: this bundle for reg (--reg) contains the task {parent.task!r}, but the effect of "
+                    f"the vector on its own task {task!r} must not be reduced. Pass bundles for other tasks only; to "
+                    f"remove the task from a merged bundle, use kfacpack merge --without {parent.task}"
                 )

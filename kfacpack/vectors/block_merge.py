@@ -1,11 +1,12 @@
-"""Merges task vectors block by block in the metric of their curvatures.
+"""Merges task vectors block by block in the metric that the curvatures of their tasks define.
 
 Only one block of each vector is in memory at a time. Blocks whose matrices are factored in every vector are merged in
 the span of their factors, without forming a dense matrix. The matrix of such a block is W_t = U_t V_t, with U_t
-(rows, r_t) and V_t (r_t, columns). With orthonormal bases Q_U (rows, k) of all U_t and Q_V (k', columns) of all V_t,
-every W_t is Q_U S_t Q_V with a core S_t (k, k'). If W is restricted to the form Q_U S Q_V, the objective in
-`merging/solve.py` has the same form in the cores, with the Kronecker factors B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. Its
-minimum is the best merge within this span; the minimum over all matrices would in general have full rank.
+(rows, r_t) and V_t (r_t, columns). Let Q_U (rows, k) be an orthonormal basis of the columns of all U_t, and let Q_V
+(k', columns) be an orthonormal basis of the rows of all V_t. Then every W_t is Q_U S_t Q_V with a core S_t (k, k'). If
+W is restricted to the form Q_U S Q_V, the objective in `merging/solve.py` has the same form as a function of the cores,
+with the Kronecker factors B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. The minimum of this function is the best merge within
+the span. The minimum over all matrices would in general have full rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from kfacpack.vectors.parameter_change import Factors
 
     StructureMap = Callable[[BlockStructure], BlockStructure | None]
-    """Maps the structure of a block's G to the structure that a method uses, or to None if the method cannot use it."""
+    """Function that maps the structure of G to the structure that a method uses, or None if the method cannot use G."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class FactoredBlock:
     def solve(
         self, name: str, terms: Sequence[tuple[float, BlockStructure, Tensor]], settings: SolveSettings
     ) -> Solution:
-        """Finds the core S that minimises the objective, as its difference from the prior's core S_0.
+        """Finds the core S that minimises the objective, and returns its difference from the core S_0 of the prior.
 
         Args:
             name: Name of the block.
@@ -101,7 +102,7 @@ class FactoredBlock:
         Returns:
             S − S_0, (k, k'), and a report on the block.
         """
-        if not self.left.shape[1]:  # no vector changes the block, so the change is zero
+        if not self.left.shape[1]:  # no vector changes the block
             return Solution(self.cores[0], SolvedBlock(name=name, curvature=True))
         mean, reduced = 0.0, []
         for weight, structure, target in terms:
@@ -129,7 +130,7 @@ class FactoredBlock:
 
 
 def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterShapes) -> Factors:
-    """Returns the factors of a block's (rows, columns) matrix in which all entries except one parameter's are zero."""
+    """Returns the factors of a block's matrix, (rows, columns), in which only one parameter's entries are nonzero."""
     U, V = pair
     if piece.rows is not None:
         U = U[piece.rows[0] : piece.rows[1]]
@@ -145,7 +146,7 @@ def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterSha
 
 
 def _extract_factors(pair: Factors, piece: Piece, shapes: ParameterShapes) -> Factors:
-    """Inverse of `_place_factors`: returns a parameter's factors. Rows that the piece does not cover are zero."""
+    """Returns the factors of one parameter, given those of a block. Rows that the piece does not cover are zero."""
     shape = shapes[piece.parameter]
     height, width = piece.matrix_shape(shape)
     top, left = piece.at
@@ -179,13 +180,13 @@ class BlockTask:
     name: str
     join: Join
     curvatures: Sequence[tuple[float, BlockStructure, int]]
-    """For each summand of the objective: the weight, G, and the index of the vector. Empty if there is no curvature."""
+    """Weight, G and index of the vector for each summand of the objective. Empty if there is no curvature."""
 
 
 def block_tasks(
     bundles: Sequence[MatchedBundle], parameters: ParameterShapes, structure_of: StructureMap
 ) -> tuple[Iterator[BlockTask], int]:
-    """Lists the blocks in the bundles that contain at least one parameter of the vectors.
+    """Lists the bundles' blocks that contain at least one parameter of the vectors.
 
     Args:
         bundles: The bundles.
@@ -319,7 +320,7 @@ class BlockMerger:
     def _mask(self, join: Join) -> Tensor | None:
         """Returns a mask of the entries of a block that belong to the vectors' parameters.
 
-        Returns None if all entries do.
+        Returns None if all entries belong to these parameters.
         """
         present = {piece.parameter for piece in join.pieces if piece.parameter in self._shapes}
         if all(piece.parameter in present for piece in join.pieces):

@@ -28,7 +28,7 @@ class MatchedBundle:
     input: MergeInput
     """The bundle."""
     vectors: tuple[int, ...]
-    """Indices of the vectors. There are several only if several vectors contain all tasks of the bundle."""
+    """Indices of the vectors. A bundle has several indices only if several vectors contain all of its tasks."""
     weight: float
     """Weight of the bundle's curvature G in the objective of the merge method."""
 
@@ -46,7 +46,7 @@ def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
         KfacpackError: If `bundles` is not a list of curvatures or paths, or if the bundles are incompatible.
     """
     if isinstance(bundles, str | os.PathLike | Curvature):
-        raise KfacpackError("expected a list of bundles, got a single one")
+        raise KfacpackError("expected a list of bundles, got a single bundle")
     if not isinstance(bundles, Iterable):
         raise KfacpackError(f"expected a list of bundles, got {type(bundles).__name__}")
     inputs = [MergeInput.of(source, position) for position, source in enumerate(bundles, start=1)]
@@ -56,7 +56,7 @@ def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
 
 
 def require_tasks(vector: TaskVector, name: str) -> None:
-    """Checks that a vector records its task, without which no bundle can be assigned to the vector.
+    """Checks that a vector records its task, which is needed to assign bundles to the vector.
 
     Args:
         vector: The vector.
@@ -101,7 +101,7 @@ def match_bundles(
         }
         if missing := [task for task in vector.tasks if task not in covered]:
             names = abbreviate(map(repr, missing))
-            remedy = f"Pass a bundle, or estimate one: kfacpack estimate --task {missing[0]} -o {missing[0]}.kfac"
+            remedy = f"Pass the bundles, or estimate them: kfacpack estimate --task {missing[0]} -o {missing[0]}.kfac"
             raise KfacpackError(f"vector {index + 1} contains tasks for which no bundle was passed: {names}. {remedy}")
     weights = task_weights(inputs, equal_weights=equal_weights)
     return [MatchedBundle(item, indices, weight) for item, indices, weight in zip(inputs, owners, weights, strict=True)]
@@ -116,7 +116,7 @@ def task_weights(inputs: Sequence[MergeInput], *, equal_weights: bool) -> list[f
             datasets and scaled to a mean of one.
 
     Raises:
-        KfacpackError: If the weights depend on the sizes of the datasets, but a bundle does not record this size.
+        KfacpackError: If `equal_weights` is false and a bundle does not record the size of its dataset.
     """
     if equal_weights:
         return relative_weights(inputs, [item.tasks for item in inputs])
@@ -137,15 +137,13 @@ def check_same_model(vector: TaskVector, item: MergeInput) -> None:
     """
     about, other = vector.about, item.curvature.about
     if difference := function_difference(about.function, other.function):
-        raise TaskVectorError(
-            f"{item.name}: was estimated for a different function f than that of the vectors: {difference}"
-        )
+        raise TaskVectorError(f"{item.name}: the bundle and the vectors are for different functions f: {difference}")
     parameters = {parameter.name: parameter for parameter in other.base.parameters}
     common = [parameter for parameter in about.base.parameters if parameter.name in parameters]
-    models = f"the bundle was estimated for {other.base.name}, the vectors were trained from {about.base.name}"
+    models = f"the bundle was estimated for {other.base.name}, and the vectors were trained from {about.base.name}"
     if not common:
         first = about.base.parameters[0].name
-        raise TaskVectorError(f"{item.name}: covers none of the vectors' parameters (the first is {first!r}); {models}")
+        raise TaskVectorError(f"{item.name}: covers none of the vectors' parameters, such as {first!r}; {models}")
     for parameter in common:
         if parameters[parameter.name] != parameter:
             problem = f"has a different base model than the vectors: the parameter {parameter.name!r} differs"
@@ -166,8 +164,8 @@ def _owners(item: MergeInput, vectors: Sequence[TaskVector]) -> tuple[int, ...]:
     names = abbreviate(repr(task) for task in tasks)
     if superfluous := [task for task in tasks if task not in known]:
         raise KfacpackError(
-            f"{item.name}: was estimated for {names}, but no vector contains {superfluous[0]!r}; the vectors contain "
-            f"{abbreviate(sorted(known))}. Omit this bundle, or also pass the vector for {superfluous[0]!r}"
+            f"{item.name}: contains the tasks {names}, but no vector contains {superfluous[0]!r}; the tasks of the "
+            f"vectors are {abbreviate(sorted(known))}. Omit this bundle, or also pass the vector for {superfluous[0]!r}"
         )
     raise KfacpackError(
         f"{item.name}: contains {names}, which are tasks of different vectors. Pass a separate bundle for each vector"

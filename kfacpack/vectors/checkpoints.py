@@ -4,10 +4,10 @@ Checkpoints are safetensors files, shards with an index, folders and Hub reposit
 tensor by tensor; pickles are refused.
 
 Fine-tuning code often wraps a model, so that all names in a checkpoint have an additional prefix (`bert.encoder…` for
-`encoder…`, `module.…` after distributed training) or lack one (a vision tower alone). Therefore, one prefix may be
-removed from the checkpoint's names, or added to them: the one that makes most names match the base model. If two
-prefixes are equally good, the names are ambiguous and an error is raised. However, if the names match equally well
-unchanged and after removing a prefix, they are left unchanged.
+`encoder…`, or `module.…` after distributed training). If a checkpoint contains only a vision tower, all names may lack
+a prefix. Therefore, the prefix that makes most names match the base model is removed from all names or added to them.
+If two prefixes are equally good, the names are ambiguous and an error is raised. However, if the names match equally
+well unchanged and after removing a prefix, they are left unchanged.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ WEIGHTS = ("model.safetensors", "open_clip_model.safetensors", "diffusion_pytorc
 INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS)
 """Names of the index files of sharded weights."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz")
-"""Suffixes of weights files in other formats."""
-CONVERT = "Convert it: load it with its own library and write its state dict with safetensors.torch.save_file"
+"""Suffixes of weights files in formats other than safetensors."""
+CONVERT = "Load the file with the library that wrote it, and save the state dict with safetensors.torch.save_file"
 _MAX_JSON_BYTES = 64 * 2**20
 
 
@@ -74,7 +74,7 @@ class StateDictTensors(CheckpointTensors):
     def __init__(self, state: Mapping[str, Any]):
         for key, value in state.items():
             if not isinstance(key, str) or not isinstance(value, Tensor):
-                problem = f"{printable(str(key))!r} is a {type(value).__name__}, expected a dict of tensors by name"
+                problem = f"the entry {printable(str(key))!r} is a {type(value).__name__}, expected tensors by name"
                 raise BundleError("state dict", problem, None, "Pass the state dict of a module")
         self.name = "the state dict"
         self.specs = {
@@ -107,7 +107,7 @@ class FileTensors(CheckpointTensors):
                     raise BundleError(file, f"is a {kind.kind}, expected the weights of a model", None, kind.usage)
             for tensor, spec in container.tensors.items():
                 if tensor in self._containers:
-                    raise BundleError(file, "is also in another file of the checkpoint", f"tensor {tensor!r}")
+                    raise BundleError(file, "also occurs in another file of the checkpoint", f"tensor {tensor!r}")
                 self._containers[tensor] = container
                 self.specs[tensor] = spec.dtype, spec.shape
 
@@ -136,7 +136,10 @@ class WeightsFolder(ABC):
 
     @abstractmethod
     def other_weights(self) -> list[str]:
-        """Returns the names of weights files in the folder, including pickles; not necessarily all for a Hub folder."""
+        """Returns the names of weights files in the folder, including pickles.
+
+        For a Hub folder, the list may be incomplete.
+        """
 
     def json(self, file: str) -> dict[str, Any] | None:
         """Reads a file that contains a JSON object.
@@ -175,7 +178,7 @@ class WeightsFolder(ABC):
         return parse_json(location, text, file, nulls=True), sha256(text).hexdigest()
 
     def weights(self) -> FileTensors:
-        """Opens the weights: all shards that an index file lists or, without an index file, a single file.
+        """Opens the weights: all shards that an index file lists or, if there is no index file, a single file.
 
         Raises:
             BundleError: If there are no safetensors weights, if there are several candidates, or if a shard is missing.
@@ -195,7 +198,7 @@ class WeightsFolder(ABC):
             return location
         if len(files) > 1:
             problem = f"has {len(files)} safetensors files and no index: {', '.join(files[:5])}"
-            raise BundleError(self.name, problem, None, "Pass one of them")
+            raise BundleError(self.name, problem, None, "Pass the path of one of these files")
         if pickles := [name for name in others if name.endswith(PICKLES)]:
             problem = f"has no safetensors weights, only {pickles[0]}; pickles are never loaded"
             raise BundleError(self.name, problem, None, CONVERT)
@@ -205,7 +208,7 @@ class WeightsFolder(ABC):
     def _shards(self, index: str, content: Mapping[str, Any]) -> FileTensors:
         shards = content.get("weight_map")
         if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
-            raise BundleError(self.name, "expected a file name for each tensor", f"{index}: weight_map")
+            raise BundleError(self.name, "does not map each tensor to a file name", f"{index}: weight_map")
         locations = []
         for file in dict.fromkeys(shards.values()):
             if Path(file).name != file or not file.endswith(".safetensors"):
@@ -247,7 +250,7 @@ class HubWeightsFolder(WeightsFolder):
 
     Args:
         name: The `hf://` address.
-        repository: OWNER/NAME.
+        repository: Name of the repository, as OWNER/NAME.
         revision: A branch, a tag or a commit; None for the main branch.
         folder: Folder in the repository; empty for its root.
     """
@@ -318,7 +321,7 @@ def open_file(source: str | os.PathLike[str]) -> FileTensors:
 
 
 TOWERS = ("visual.", "vision_model.")
-"""Prefixes of vision towers, which are also published separately."""
+"""Prefixes of the names in vision towers. Some checkpoints contain only a vision tower."""
 _HEAD = re.compile(
     r"(?:.*\.)?(?:classifier|classification_head|pre_classifier|heads?|head_dist|fc|score|cls|qa_outputs|lm_head|"
     r"vocab_\w+|pooler)(?:\.\w+)*\.(?:weight|bias)"
@@ -336,13 +339,17 @@ class Prefix(NamedTuple):
     is_added: bool
 
     def apply(self, name: str) -> str | None:
-        """Converts a checkpoint's name to the base model's, or returns None if the prefix to be removed is missing."""
+        """Converts a name in the checkpoint to a name in the base model.
+
+        Returns None if the prefix is to be removed, but the name does not start with it.
+        """
         if self.is_added:
             return self.text + name
         return name.removeprefix(self.text) if name.startswith(self.text) else None
 
     def __str__(self) -> str:
-        return f"{'without' if self.is_added else 'with'} the prefix {self.text!r}" if self.text else "unchanged"
+        change = "adding" if self.is_added else "removing"
+        return f"after {change} the prefix {self.text!r}" if self.text else "unchanged"
 
 
 @dataclass(frozen=True)
@@ -359,7 +366,7 @@ class NameMatch:
 
 
 def is_head(name: str) -> bool:
-    """Returns whether a name is a common name for a classification head.
+    """Returns whether a tensor name is typical of a classification head.
 
     Args:
         name: Name of a tensor.
@@ -368,7 +375,7 @@ def is_head(name: str) -> bool:
 
 
 def is_constant(name: str) -> bool:
-    """Returns whether a name is that of a buffer whose values the architecture determines, such as position_ids.
+    """Returns whether a name belongs to a buffer whose values the architecture determines, such as position_ids.
 
     Args:
         name: Name of a tensor.
@@ -379,7 +386,7 @@ def is_constant(name: str) -> bool:
 def match_names(
     source: str, names: Iterable[str], base: Collection[str], fits: Callable[[str, str], bool]
 ) -> NameMatch:
-    """Finds the name in the base model for every tensor in a checkpoint.
+    """Finds the base model's name for every tensor in a checkpoint.
 
     Args:
         source: Location of the checkpoint, for error messages.
@@ -435,8 +442,8 @@ def _best_prefix(
                 counts[Prefix(prefix, True)] += 1
     if not counts:
         first = abbreviate((repr(printable(name)) for name in names), limit=3) or "none"
-        problem = "has no tensor with the name and shape of a parameter of the base model"
-        raise TaskVectorError(f"{source}: {problem}. Its tensors: {first}. The architecture may be another one")
+        problem = f"has no tensor with the name and shape of a parameter of the base model. Its tensors: {first}"
+        raise TaskVectorError(f"{source}: {problem}. The checkpoint may have another architecture")
     count = max(counts.values())
     best, *others = [prefix for prefix, matches in counts.items() if matches == count]
     unchanged = Prefix("", False)
@@ -472,5 +479,5 @@ def checkpoint_digest(path: Path, written: str) -> str:
         # The weights of an adapter are read together with the configuration in the same folder.
         files = [file for file in (path, path.parent / "adapter_config.json") if file.is_file()]
     if not any(file.suffix == ".safetensors" for file in files):
-        raise KfacpackError(f"{written}: found no safetensors file; expected a checkpoint, a folder or a PEFT adapter")
+        raise KfacpackError(f"{written}: expected a safetensors file or a folder that contains one, found neither")
     return sha256(repr([(file.name, digest_of_file(file)) for file in files]).encode()).hexdigest()

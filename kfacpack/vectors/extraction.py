@@ -2,7 +2,7 @@
 
 A vector extracted from a checkpoint is its exact difference from the base model: applying the vector reproduces the
 checkpoint's weights bit for bit. A vector extracted from a PEFT LoRA adapter consists of the adapter's factors. Both
-cover all parameters that are trained by default and all others that differ from the base model.
+cover all parameters that are trained by default, and all other parameters that differ from the base model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 FineTuned = str | os.PathLike[str] | Mapping[str, Tensor] | nn.Module
 """A fine-tuned model: a safetensors file, a folder, an `hf://` address, a state dict or a module."""
 OnNote = Callable[[str], None]
-"""Callback that is called with every note for the user. Each note is one sentence."""
+"""Function that is called with each note for the user."""
 _FAR = 0.5
 
 
@@ -87,7 +87,7 @@ class BaseWeights:
         }
         first: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
-        """Maps every name of a parameter to its first name. Tied parameters have several names."""
+        """Maps each name of a parameter to the first name of the parameter. Tied parameters have several names."""
         for name, parameter in model.module.named_parameters(remove_duplicate=False):
             self.aliases[name] = first.setdefault(id(parameter), name)
         self.default = tuple(select_parameters(model.module, None, model.frozen))
@@ -120,7 +120,8 @@ def extract_storage(
     changed = [*changes.tensors, *changes.factors]
     location = source.tensors.name if isinstance(source, Adapter) else source.name
     if not changed:
-        raise TaskVectorError(f"{location}: all weights equal those of the base model {weights.name}")
+        problem = f"all weights equal those of the base model {weights.name}"
+        raise TaskVectorError(f"{location}: {problem}; expected a fine-tuned model")
     _note_changes(weights, changes, changed, on_note)
     covered = {*weights.default, *changed}
     unchanged = {
@@ -179,7 +180,7 @@ def _checkpoint_name(finetuned: str | os.PathLike[str], *, is_folder: bool) -> s
 
 
 def _recorded_name(name: str) -> str:
-    """Returns a name, or "unnamed" if a manifest cannot contain it, so that extraction does not fail."""
+    """Returns the name if a manifest may contain it, and "unnamed" otherwise, so that extraction does not fail."""
     try:
         return TypeAdapter[str](Name).validate_python(name)
     except ValidationError:
@@ -226,7 +227,7 @@ def _checkpoint_changes(
         elif parameter in seen:
             if not torch.equal(tuned, source.read(seen[parameter])):
                 problem = f"{name!r} and {parameter!r} differ, but the base model ties them"
-                raise TaskVectorError(f"{source.name}: {problem}, so one vector cannot hold both")
+                raise TaskVectorError(f"{source.name}: {problem}, so a vector cannot contain both changes")
         else:
             seen[parameter] = match.tensors[name]
             _add_difference(changes, source.name, parameter, weights.read(parameter), tuned)
@@ -241,17 +242,17 @@ def _within_trained_tower(match: NameMatch, weights: BaseWeights, on_note: OnNot
         return match
     outside = [name for name in match.tensors if not name.startswith("visual.")]
     if outside:
-        on_note(f"the base model has no trained text tower; {len(outside)} tensors of the checkpoint are left out")
+        on_note(f"the base model has no trained text tower, so {len(outside)} tensors of the checkpoint are left out")
     inside = {name: tensor for name, tensor in match.tensors.items() if name.startswith("visual.")}
     return NameMatch(match.prefix, inside, match.unexpected, match.heads)
 
 
 def _check_names(source: CheckpointTensors, match: NameMatch, weights: BaseWeights, on_note: OnNote) -> frozenset[str]:
-    """Checks names, shapes and dtypes, notes differences that are allowed, and returns the heads to leave out."""
+    """Checks names, shapes and dtypes, issues notes on allowed differences, and returns the heads to leave out."""
     state, where = weights.state, source.name
     if match.prefix.text:
         change = "added to" if match.prefix.is_added else "removed from"
-        on_note(f"the prefix {match.prefix.text!r} was {change} the names of the checkpoint")
+        on_note(f"the prefix {match.prefix.text!r} was {change} the names in the checkpoint")
     present = {weights.aliases.get(name, name) for name in match.tensors}
     missing = [name for name in state if weights.aliases.get(name, name) not in present and not is_constant(name)]
     problems = []
@@ -263,7 +264,7 @@ def _check_names(source: CheckpointTensors, match: NameMatch, weights: BaseWeigh
     heads = frozenset(name for name in shapes if is_head(name) and name not in weights.default)
     if wrong := [name for name in shapes if name not in heads]:
         actual, expected = list(source.specs[match.tensors[wrong[0]]][1]), list(state[wrong[0]].shape)
-        problems.append(f"{len(wrong)} shapes differ ({wrong[0]!r} is {actual}, expected {expected})")
+        problems.append(f"{len(wrong)} shapes differ ({wrong[0]!r} has shape {actual}, expected {expected})")
     floats = {"F64", "F32", "F16", "BF16"}
     parameters = [name for name in match.tensors if name in weights.aliases]
     if wrong := [name for name in parameters if source.specs[match.tensors[name]][0] not in floats]:
@@ -279,9 +280,8 @@ def _check_names(source: CheckpointTensors, match: NameMatch, weights: BaseWeigh
     dtypes = {source.specs[match.tensors[name]][0] for name in parameters if name not in heads}
     base = {str(state[name].dtype).removeprefix("torch.") for name in parameters}
     if len(dtypes) > 1 or dtypes - {_DTYPES[dtype] for dtype in base if dtype in _DTYPES}:
-        on_note(
-            f"the checkpoint is stored in {', '.join(sorted(dtypes))}; the base model is loaded in {', '.join(base)}"
-        )
+        stored = f"the checkpoint is stored in {', '.join(sorted(dtypes))}"
+        on_note(f"{stored}, and the base model is loaded in {', '.join(base)}")
     return heads
 
 
@@ -312,8 +312,8 @@ def _check_buffer(source: str, name: str, base: Tensor, tuned: Tensor) -> None:
         return
     if is_constant(name):
         return
-    problem = f"the buffer {name!r} differs from the base model's"
-    reason = "A task vector contains only parameters, and batch-norm statistics cannot be added"
+    problem = f"the buffer {name!r} differs from that of the base model"
+    reason = "A task vector contains only parameters, not buffers such as batch-norm statistics"
     raise TaskVectorError(f"{source}: {problem}. {reason}; fine-tune with the base model's statistics (module.eval())")
 
 
@@ -341,7 +341,7 @@ def _add_difference(changes: _Changes, source: str, name: str, base: Tensor, tun
 
 
 def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on_progress: OnProgress) -> _Changes:
-    """Converts the layers of an adapter to changes, and adds the changes to parameters that the adapter replaces."""
+    """Computes the changes from an adapter's LoRA factors, and from the parameters that the adapter replaces."""
     source = adapter.tensors.name
     layers, replaced = _match_adapter(adapter, weights, on_note)
     changes = _Changes()
@@ -358,12 +358,13 @@ def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on
         on_progress(number, total)
         base, tuned = weights.read(name), adapter.tensors.read(tensor)
         if tuned.shape != base.shape or not tuned.is_floating_point():
-            problem = f"is {tuned.dtype} of shape {list(tuned.shape)}, expected floats of shape {list(base.shape)}"
-            raise TaskVectorError(f"{source}: tensor {tensor!r} {problem}")
+            problem = f"tensor {tensor!r} is {tuned.dtype} of shape {list(tuned.shape)}"
+            raise TaskVectorError(f"{source}: {problem}, expected a floating-point tensor of shape {list(base.shape)}")
         if name not in layers:
             _add_difference(changes, source, name, base, tuned)
         elif not torch.equal(tuned.to(base.dtype), base):
-            raise TaskVectorError(f"{source}: the adapter replaces {name!r} and also has LoRA factors for it")
+            problem = f"the adapter replaces {name!r} and also has LoRA factors for it"
+            raise TaskVectorError(f"{source}: {problem}; expected only one of these")
     on_progress(total, total)
     return changes
 
@@ -396,29 +397,28 @@ def _match_adapter(
             (heads if is_head(name) else unexpected).append(name)
     if unexpected:
         problem = f"changes {len(unexpected)} parameters that the base model does not have ({_first(unexpected)})"
-        raise TaskVectorError(f"{source}: not an adapter for {weights.name}, because it {problem}")
+        raise TaskVectorError(f"{source}: is not an adapter for {weights.name}, because it {problem}")
     if match.prefix.text:
         change = "added to" if match.prefix.is_added else "removed from"
-        on_note(f"the prefix {match.prefix.text!r} was {change} the names of the adapter")
+        on_note(f"the prefix {match.prefix.text!r} was {change} the names in the adapter")
     if heads:
         on_note(f"the classification head is left out, because the base model has no matching head: {_first(heads)}")
     if adapter.base and adapter.base.rstrip("/").rpartition("/")[2] != model.name.rpartition("/")[2]:
-        stated = printable(adapter.base, 100)
-        on_note(
-            f"the adapter states the base model {stated!r}, not {model.name!r}; check that the weights are the same"
-        )
+        named = printable(adapter.base, 100)
+        problem = f"the adapter names the base model {named!r}, but the model is {model.name!r}"
+        on_note(f"{problem}; check that they have the same weights")
     return layers, replaced
 
 
 def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], on_note: OnNote) -> None:
-    """Notes changes to frozen parameters, parameters that were rounded, and unusually large changes."""
+    """Issues notes on changes to frozen parameters, on rounded parameters, and on an unusually large change."""
     if frozen := [name for name in changed if name not in weights.default]:
         problem = f"{len(frozen)} parameters that are frozen in training differ from the base model"
         on_note(f"{problem} and are included in the vector: {_first(frozen)}")
     if changes.rounded:
         dtype = str(weights.state[changes.rounded[0]].dtype).removeprefix("torch.")
-        problem = f"{len(changes.rounded)} parameters of the checkpoint are rounded to the base model's {dtype}"
-        on_note(f"{problem}: {_first(changes.rounded)}. Load the base model in a wider dtype to avoid the rounding")
+        problem = f"{len(changes.rounded)} parameters of the checkpoint are rounded to the base model's dtype"
+        on_note(f"{problem} {dtype}: {_first(changes.rounded)}. Load the base model in a wider dtype to avoid this")
     if changes.base_square and changes.square > _FAR**2 * changes.base_square:
         ratio = (changes.square / changes.base_square) ** 0.5
         problem = f"the norm of the difference is {ratio:.0%} of the norm of the base model's weights"

@@ -4,9 +4,10 @@ Conventions: a parameter of shape (m, …) is treated as a matrix of shape (m, n
 scalar as a 1×1 matrix. The factors U (m, r) and V (r, n) are float32 tensors that represent the change U V; r = 0 means
 that the change is exactly zero.
 
-A remainder makes θ0 + τ exact. τ is the difference θ − θ0 rounded to float32. Where |θ| is much smaller than |θ0|,
-adding τ to θ0 does not give exactly θ. For such entries, a remainder holds the flat indices in ascending order and the
-values ρ = (θ − θ0) − τ in float64; (θ0 + τ) + ρ, evaluated in float64 and rounded once, is θ.
+With a remainder, θ0 + τ reproduces the fine-tuned parameter θ exactly. τ is the difference θ − θ0 rounded to float32.
+Where |θ| is much smaller than |θ0|, adding τ to θ0 does not give exactly θ. For such elements, a remainder contains the
+flat indices in ascending order and the values ρ = (θ − θ0) − τ in float64. Then (θ0 + τ) + ρ, evaluated in float64 and
+rounded once, is exactly θ.
 
 A sparse change contains the values of some elements; all other elements are zero. In files, a bitmap marks the elements
 whose values are stored. The lowest bit of its first byte represents the first element.
@@ -30,7 +31,7 @@ Remainder = tuple[Tensor, Tensor]
 SparseChange = tuple[Tensor, Tensor]
 """Flat indices (k,) in ascending order, int64, and values (k,), float32."""
 
-# A negative value too small for float32: +0 plus this value is rounded to −0.
+# A negative value too small for float32: the sum of +0 and this value is rounded to −0.
 _NEGATIVE_ZERO = -(2.0**-1000)
 
 
@@ -86,7 +87,7 @@ def add_factors(terms: Sequence[tuple[float, Factors]], shape: Sequence[int]) ->
         shape: Shape of the parameter.
 
     Returns:
-        The factors of the sum. Each U is multiplied by its coefficient; terms with coefficient 0 are not left out.
+        The factors of the sum. Each U is multiplied by its coefficient; terms with coefficient 0 are included.
     """
     if not terms:
         return no_change(shape)
@@ -122,11 +123,12 @@ def separate_sparse(
 
     Args:
         tensors: Dense changes by name.
-        masks: For some of the changes, a boolean tensor of the same shape that selects the elements that may change.
+        masks: Boolean tensors by name, for some of the changes. A mask has the shape of its change and is true for the
+            elements that may be nonzero.
 
     Returns:
-        The changes that remain dense, because they have no mask or because the sparse form would not be smaller; the
-        sparse changes; and factors of rank 0 for parameters that do not change at all.
+        Three dicts by name: the changes that remain dense, because they have no mask or because the sparse form would
+        not be smaller; the sparse changes; and factors of rank 0 for changes whose mask is false everywhere.
 
     Raises:
         TaskVectorError: If a mask does not match its change, or if a change is not zero outside of its mask.
@@ -135,11 +137,14 @@ def separate_sparse(
     for name, mask in masks.items():
         change = tensors.get(name)
         if change is None or mask.dtype != torch.bool or mask.shape != change.shape:
-            problem = "the parameter has no dense change" if change is None else f"{mask.dtype} of {[*mask.shape]}"
-            raise TaskVectorError(f"mask of parameter {name!r}: {problem}; expected booleans in the parameter's shape")
+            problem = "the parameter has no dense change; expected no mask"
+            if change is not None:
+                actual = f"{mask.dtype} of shape {[*mask.shape]}"
+                problem = f"got {actual}, expected a boolean tensor of the parameter's shape"
+            raise TaskVectorError(f"mask of parameter {name!r}: {problem}")
         index = mask.flatten().nonzero().squeeze(1)
         if int(change.count_nonzero()) != int(change.flatten()[index].count_nonzero()):
-            raise TaskVectorError(f"parameter {name!r} changes outside its mask")
+            raise TaskVectorError(f"parameter {name!r}: the change is not zero outside of the mask")
         if not len(index):
             unchanged[name] = no_change(change.shape)
         elif sparse_is_smaller(len(index), change.numel()):
@@ -224,7 +229,7 @@ def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None)
     Args:
         base: The parameter θ0.
         change: The dense change τ.
-        remainder: The remainder of the change, if any; the entries that it contains are added in float64.
+        remainder: The remainder of the change, if any. The elements that it lists are added in float64.
 
     Returns:
         θ0 + τ, as a new tensor in the dtype of θ0.
@@ -242,17 +247,17 @@ def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None)
 
 @torch.no_grad()
 def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | None]:
-    """Returns τ and its remainder such that `add_change` returns θ bit for bit.
+    """Returns a change τ and a remainder, from which `add_change` restores θ bit for bit.
 
     Args:
         base: The parameter θ0, in float32 or a narrower floating-point type.
-        tuned: The parameter θ, of the same shape. Values that the dtype of θ0 cannot represent are rounded to it first.
+        tuned: The parameter θ, of the same shape. It is first converted to the dtype of θ0.
 
     Returns:
-        τ = θ − θ0 in float32, and the remainder, which is None if θ0 + τ gives exactly θ without one.
+        τ = θ − θ0 in float32, and the remainder, or None if θ0 + τ reproduces θ exactly without a remainder.
 
     Raises:
-        TaskVectorError: If even a remainder does not give exactly θ, for example because of an overflow.
+        TaskVectorError: If θ cannot be reproduced exactly even with a remainder, for example because of an overflow.
     """
     target = tuned.to(base.dtype)
     change = (target.float() - base.float()).contiguous()
@@ -267,7 +272,7 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
     exact = target.flatten()[index].double()
     value = (exact - base.flatten()[index].double()) - change.flatten()[index].double()
     partial = base.flatten()[index].double() + change.flatten()[index].double()
-    # Where the exponents are far apart, the first value is rounded in float64, but the alternative is exact.
+    # Where the exponents are far apart, the first value is rounded in float64, but `exact - partial` is not.
     value = torch.where(partial + value == exact, value, exact - partial)
     value[(exact == 0) & exact.signbit()] += _NEGATIVE_ZERO
     remainder = index, value

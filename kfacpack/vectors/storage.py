@@ -67,7 +67,7 @@ class ParameterChanges(Protocol):
         """Returns the factors U and V of a parameter's change, or None if the change is not stored as factors."""
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's change (corrections in float64), or None if it needs none."""
+        """Returns the remainder of a parameter's change (corrections in float64), or None if there is no remainder."""
 
     def sparse(self, name: str) -> SparseChange | None:
         """Returns the indices and values of the stored elements of a change, or None if the change is not sparse."""
@@ -80,7 +80,7 @@ class VectorStorage(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """Returns a parameter's change in float32, which may share memory with the storage and must not be modified.
+        """Returns a parameter's change in float32. It may share memory with the storage and must not be modified.
 
         Args:
             name: Name of the parameter.
@@ -112,13 +112,13 @@ class VectorStorage(ABC):
         return None
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's dense change: flat indices and the float64 corrections to add there.
+        """Returns the remainder of a parameter's dense change, which consists of float64 corrections to some elements.
 
         Args:
             name: Name of the parameter.
 
         Returns:
-            The remainder, or None if θ0 + τ is exact without one.
+            Flat indices and corrections, or None if θ0 + τ reproduces the fine-tuned parameter θ exactly without them.
         """
         return None
 
@@ -145,7 +145,7 @@ class VectorStorage(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 that identifies the content of the vector's file, or of the file that would be written."""
+        """SHA-256 that identifies the content of the vector's file, or of the file that `write_vector` would write."""
         return vector_digest(self.about, self, self.heads)
 
 
@@ -188,7 +188,7 @@ class InMemoryVector(VectorStorage):
         return self._factors.get(name)
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's change (corrections in float64), or None if it needs none."""
+        """Returns the remainder of a parameter's change (corrections in float64), or None if there is no remainder."""
         return self._remainders.get(name)
 
     def sparse(self, name: str) -> SparseChange | None:
@@ -239,7 +239,7 @@ class FileVector(VectorStorage):
         return self.file.tensor(factor_name(number, "U")), self.file.tensor(factor_name(number, "V"))
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's change (corrections in float64), or None if it needs none."""
+        """Returns the remainder of a parameter's change (corrections in float64), or None if there is no remainder."""
         if name not in self._storage or self._storage[name].remainder is None:
             return None
         number = self._parameters[name][0]
@@ -302,7 +302,7 @@ class VectorFile(SealedFile):
                 raise BundleError(self.path, problem, where, download_again(self.path))
             spec = self.tensors[name]
             if (spec.dtype, spec.shape) != (dtype, shape):
-                problem = f"is {spec.dtype} of shape {list(spec.shape)}, expected {dtype} of {list(shape)}"
+                problem = f"is {spec.dtype} of shape {list(spec.shape)}, expected {dtype} of shape {list(shape)}"
                 raise BundleError(self.path, problem, where)
         if unexpected := [name for name in self.tensors if name not in expected]:
             problem = "is unexpected: according to the manifest, it is part of neither a parameter's change nor a head"
@@ -328,14 +328,14 @@ class VectorFile(SealedFile):
             name: Name of a tensor. For tensors other than indices and bitmaps, the result is None.
 
         Returns:
-            The problem, or None if there is none. Indices must be in ascending order and within the parameter; a bitmap
-            must have one set bit for each stored value.
+            A description of the problem, or None if the tensor is valid. Indices must be in ascending order and within
+            the parameter. A bitmap must have one set bit for each stored value.
         """
         if name in self._bitmaps:
             entries, size = self._bitmaps[name]
             positions = unpack_bitmap(self.tensor(name))
             if len(positions) != entries:
-                return f"has {len(positions)} bits set, expected {entries}, one for each value"
+                return f"has {len(positions)} set bits, expected {entries}, one for each stored value"
             if entries and int(positions[-1]) >= size:
                 return f"bit {int(positions[-1])} is set, but only bits below {size} may be set"
         if name not in self._indexed:
@@ -343,9 +343,9 @@ class VectorFile(SealedFile):
         index, size = self.tensor(name).long(), self._indexed[name]
         outside = ((index < 0) | (index >= size)).nonzero()
         if len(outside):
-            return f"element {int(outside[0])} is {int(index[outside[0]])}, expected an index below {size}"
+            return f"element {int(outside[0])} is {int(index[outside[0]])}, expected an index from 0 to {size - 1}"
         if len(unordered := (index.diff() <= 0).nonzero()):
-            return f"element {int(unordered[0]) + 1} is not larger than the previous element"
+            return f"element {int(unordered[0]) + 1} is not larger than the previous element; expected ascending order"
         return None
 
     def __reduce__(self) -> tuple[type[VectorFile], tuple[str]]:
@@ -473,7 +473,8 @@ def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> C
         dtype = TORCH_TYPES.get(specs[name].dtype)
         if specs[name].shape != shape or dtype is None or not dtype.is_floating_point:
             actual = f"{specs[name].dtype} of shape {list(specs[name].shape)}"
-            raise BundleError(path, f"is {actual}, expected floats of shape {list(shape)}", f"tensor {name!r}")
+            problem = f"is {actual}, expected a floating-point tensor of shape {list(shape)}"
+            raise BundleError(path, problem, f"tensor {name!r}")
 
     def read(name: str) -> Tensor:
         tensor = map_tensor(container, name)
@@ -491,6 +492,6 @@ def _read_task_vector(path: str | os.PathLike[str], curvature: Curvature) -> Cal
     for parameter in curvature.about.base.parameters:
         if parameters.get(parameter.name) != parameter:
             problem = "belongs to another base model" if parameter.name in parameters else "is missing"
-            expected = f"expected this parameter of {curvature.about.base.name}"
+            expected = f"expected a task vector of {curvature.about.base.name} that covers the bundle's parameters"
             raise BundleError(path, f"{problem}; {expected}", f"tensor {parameter.name!r}")
     return vector.read

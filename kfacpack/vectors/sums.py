@@ -37,13 +37,13 @@ _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 class SummedChanges:
-    """Parameter changes of a weighted sum of vectors, computed one parameter at a time.
+    """The parameter changes of a weighted sum of vectors, computed one parameter at a time.
 
     A term that does not cover a parameter contributes zero to the sum.
 
     Args:
         terms: Pairs of a coefficient and a vector.
-        base: The base model, with the parameters of all terms.
+        base: The manifest entry of the base model, which lists the parameters of all terms.
     """
 
     def __init__(self, terms: WeightedVectors, base: Base):
@@ -82,7 +82,7 @@ class SummedChanges:
         return total if factors_are_smaller(total, shape) else None
 
     def factors(self, name: str) -> Factors | None:
-        """Returns the concatenated factors of a parameter's change in all terms.
+        """Returns the factors of a parameter's change, which are the concatenated factors of the terms.
 
         Returns None if a term is not stored as factors, or if the factors would take more space than the dense tensor.
         """
@@ -96,7 +96,7 @@ class SummedChanges:
         return add_factors(terms, self.shapes[name])
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the remainder of a parameter's change (corrections in float64), or None for a sum or a multiple."""
+        """Returns the remainder of a parameter's change (corrections in float64). Sums and multiples have none."""
         self.shapes[name]  # raises KeyError for an unknown parameter
         terms = self._terms_of(name)
         return terms[0][1].remainder(name) if len(terms) == 1 and terms[0][0] == 1 else None
@@ -122,10 +122,10 @@ class SummedChanges:
 def check_addable(first: VectorStorage, second: VectorStorage) -> None:
     """Checks that two task vectors can be added.
 
-    Vectors that are added to the weights may cover different parameters of the same model; a vector does not change the
-    parameters that it does not cover. The base models are compared by the parameters that both vectors cover. If only
-    one vector covers some parameter, the family, name and revision of the base models must be equal as well. Vectors
-    trained in the linearised model must cover the same parameters.
+    Vectors that were trained in the linearised model must cover the same parameters. Other vectors may cover different
+    parameters of the same model; a vector does not change the parameters that it does not cover. The base models are
+    compared by the parameters that both vectors cover. If the vectors cover different parameters, the family, name and
+    revision of the base models must be equal as well.
 
     Raises:
         TaskVectorError: If the regimes, functions f or base models differ, or if the heads for a common task differ.
@@ -162,7 +162,7 @@ def _check_unshared(one: AboutVector, other: AboutVector, names: str, parameter:
     for key in ("family", "name", "revision"):
         values = getattr(one.base, key), getattr(other.base, key)
         if values[0] != values[1]:
-            mismatch = f"the {key} of the base model differs: {values[0]} and {values[1]}"
+            mismatch = f"the base models differ in their {key}: {values[0]} and {values[1]}"
             raise TaskVectorError(f"{difference}, and {mismatch}")
 
 
@@ -170,7 +170,7 @@ def joint_base(bases: Iterable[Base]) -> Base:
     """Returns the base model of a sum, with the parameters of all of its terms.
 
     Args:
-        bases: The base models of the terms. Parameters that they share must be identical.
+        bases: The base models of the terms. Parameters that several of them list must be identical.
     """
     first, *others = bases
     parameters = {parameter.name: parameter for parameter in first.parameters}
@@ -205,7 +205,7 @@ def require_finite(coefficient: float) -> float:
         TaskVectorError: If the coefficient is too large or NaN.
     """
     if not abs(coefficient) <= _MAX_FLOAT32:
-        limit = f"more than the float32 maximum of {_MAX_FLOAT32:.2g}"
+        limit = f"expected a magnitude of at most {_MAX_FLOAT32:.2g}, the float32 maximum"
         raise TaskVectorError(f"an addend's coefficient would be {coefficient:g}, {limit}; use smaller factors")
     return coefficient
 

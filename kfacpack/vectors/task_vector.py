@@ -48,9 +48,9 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     returned tensors must not be modified. A change may be stored as the factors of a low-rank matrix; see `factors`.
 
     Args:
-        tensors: The change to each parameter in `about.base` that is not in `factors`, by name. They are not copied.
+        tensors: Changes to the parameters in `about.base` that are not in `factors`, by name. They are not copied.
         about: The provenance: base model, f, regime and tasks. Its entries for heads are filled in from `heads`.
-        heads: Classification heads by task name, for the tasks that have one.
+        heads: Classification heads by task name, for the tasks that have a head.
         factors: Factors U (m, r) and V (r, n) of low-rank changes in float32, by name. The change is U V, reshaped to
             the shape of the parameter, whose first dimension is m.
         masks: Boolean tensors by parameter name, for parameters in `tensors` that change only where the mask is true.
@@ -66,7 +66,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     """
 
     __array_ufunc__: ClassVar[None] = None
-    """Makes NumPy scalars leave multiplication to the vector instead of converting it to an array."""
+    """Makes NumPy scalars leave multiplication to the vector instead of converting the vector to an array."""
     _multiple: tuple[float, TaskVector] | None = None
     """Factor and original vector, if this vector is the result of a multiplication."""
 
@@ -120,15 +120,15 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
         A vector extracted from a checkpoint is exact: `apply` returns the checkpoint's weights bit for bit. A vector
         extracted from a LoRA adapter consists of the adapter's factors. Both have the regime "full". They cover all
-        parameters that `kp.train` trains by default, and all others that differ from the base model.
+        parameters that `kp.train` trains by default, and all other parameters that differ from the base model.
 
         Args:
             base: The base model from `kp.load_model`, or its name.
             finetuned: A checkpoint of the same architecture or a PEFT adapter: a safetensors file, a folder (saved by
                 transformers, with shards and an index, or with `adapter_config.json`), `hf://owner/repo[@revision]`, a
                 state dict or a module.
-            task: Name of the task, by which bundles and evaluations refer to it.
-            on_note: Called with a sentence on each difference that the user should know about, such as a prefix in the
+            task: Name of the task, as used for its bundle and in evaluations.
+            on_note: Called with a note on each difference that the user should know about, such as a prefix in the
                 names, a head that is left out, a missing parameter, another dtype, or a change to a frozen parameter.
             on_progress: Called with the number of parameters compared and the total number.
 
@@ -137,7 +137,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
         Raises:
             TaskVectorError: If names, shapes or buffers do not match the base model, or if no parameter differs.
-            BundleError: If a file cannot be read, is not in safetensors format, or is an adapter other than LoRA.
+            BundleError: If a file cannot be read or is not in safetensors format, or if an adapter is not of type LoRA.
 
         Example:
             >>> model = kp.load_model("ViT-B-32")
@@ -197,7 +197,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that the vector changes, in the order of the model's state dict."""
+        """Names of the parameters that the vector covers, in the order of the model's state dict."""
         return tuple(self._changes.shapes)
 
     @property
@@ -207,7 +207,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the vector was trained in the linearised model, where `kp.linearize(model)(x, tv)` uses it."""
+        """Whether the vector was trained in the linearised model, in which `kp.linearize(model)(x, tv)` uses it."""
         return self.regime == "linear"
 
     @cached_property
@@ -232,7 +232,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return self._changes.rank(name)
 
     def factors(self, name: str) -> Factors | None:
-        """Returns a parameter's change as a product of two matrices if it is stored in this form.
+        """Returns the factors of a parameter's change if the change is stored as a product of two matrices.
 
         The factors of a sum are the concatenated factors of its terms, as long as these take less space than the dense
         tensor.
@@ -248,9 +248,9 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return self._changes.factors(name)
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns the float64 corrections to individual elements with which `apply` restores a checkpoint exactly.
+        """Returns the float64 corrections to individual elements that `apply` uses to restore a checkpoint exactly.
 
-        A sum or multiple has no corrections, because it is itself rounded to float32.
+        Sums and multiples of vectors have no corrections, because they are themselves rounded to float32.
 
         Args:
             name: Name of the parameter.
@@ -269,8 +269,8 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
             name: Name of the parameter.
 
         Returns:
-            Flat indices in ascending order and float32 values, or None if the change is not sparse. Elements without
-            an index are zero.
+            Flat indices in ascending order and float32 values, or None if the change is not sparse. All other
+            elements are zero.
         """
         return self._changes.sparse(name)
 
@@ -300,7 +300,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return SummedChanges(self._terms, joint_base(storage.about.base for _, storage in self._terms))
 
     def covering(self, base: Base) -> TaskVector:
-        """Returns the same vector extended to all parameters in `base`; the changes to the additional ones are zero.
+        """Returns the same vector extended to all parameters in `base`; additional parameters do not change.
 
         Args:
             base: The base model of a sum that contains this vector. It lists the parameters of all terms of the sum.
@@ -355,7 +355,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     def as_multiple(self) -> tuple[float, TaskVector]:
         """Returns (α, τ) such that this vector is α τ. For a vector that was not multiplied, α is 1.0.
 
-        If a result is linear in τ, compute it for τ and multiply it by α: the rounding is then the same for every α.
+        If a quantity is linear in τ, compute it for τ and multiply it by α. The rounding is then the same for every α.
         """
         return self._multiple or (1.0, self)
 
@@ -372,20 +372,20 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         weights = weights_of_model(model)
         about, base = self._terms[0][1].about, self._changes.base
         if function and (change := function_difference(about.function, function)):
-            problem = f"this vector was trained for a different function f than that of the model: {change}"
+            problem = f"this vector and the model have different functions f: {change}"
             raise TaskVectorError(f"{problem}. Load the model as it was loaded for training, with the same image size")
         for parameter in base.parameters:
             if change := difference(parameter, weights):
                 problem = f"parameter {parameter.name!r} {change}"
                 raise TaskVectorError(
                     f"this vector was trained from {base.name}, but the model is a different one: {problem}. Load the "
-                    "original weights; to apply several vectors, add them first"
+                    "original weights of the model; to apply several vectors, first add them to each other"
                 )
 
     def apply(self, model: Edited, *, in_place: bool = False) -> Edited:
         """Returns the model with the vector added to its weights: θ0 + τ.
 
-        A vector of the regime "linear" was trained in the linearised model and can also be used there:
+        A vector of the regime "linear" was trained in the linearised model, in which it can also be used:
         `kp.linearize(model)(x, tv)`.
 
         Args:
@@ -409,7 +409,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @contextmanager
     def applied(self, model: nn.Module, function: Function | None = None) -> Iterator[nn.Module]:
-        """Context manager that adds the vector to the model's weights and restores the exact weights afterwards.
+        """Context manager that adds the vector to the model's weights and restores the exact original weights on exit.
 
         Args:
             model: The base model, with its original weights.
@@ -470,7 +470,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], factors: Mapping[str, Factors]
     shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
     for name in [*shapes, *tensors, *factors]:
         if (name not in tensors and name not in factors) or name not in shapes:
-            where = "the tensors" if name in shapes else "the base model's parameters"
+            where = "both tensors and factors" if name in shapes else "the base model's parameters"
             raise TaskVectorError(f"parameter {name!r} is missing from {where}")
         if name in factors:
             if name in tensors:
@@ -480,19 +480,20 @@ def _check_tensors(tensors: Mapping[str, Tensor], factors: Mapping[str, Factors]
         tensor = tensors[name]
         if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
             actual = f"{tensor.dtype} of shape {list(tensor.shape)}"
-            raise TaskVectorError(f"parameter {name!r}: expected floats of shape {list(shapes[name])}, got {actual}")
+            expected = f"a floating-point tensor of shape {list(shapes[name])}"
+            raise TaskVectorError(f"parameter {name!r}: expected {expected}, got {actual}")
 
 
 def _check_heads(heads: Mapping[str, Head], about: AboutVector) -> None:
     tasks = [task.name for task in about.tasks]
     for name, head in heads.items():
         if name not in tasks:
-            raise TaskVectorError(f"got a head for {name!r}, which is not one of the tasks {', '.join(tasks)}")
+            raise TaskVectorError(f"got a head for {name!r}, but the tasks of the vector are {', '.join(tasks)}")
         shape = (len(head.classes), about.function.width)
         if tuple(head.weight.shape) != shape or tuple(head.bias.shape) != shape[:1]:
             actual = f"{list(head.weight.shape)} and {list(head.bias.shape)}"
             expected = f"{list(shape)} and {list(shape[:1])}"
-            raise TaskVectorError(f"head for {name!r}: expected weight and bias of shape {expected}, got {actual}")
+            raise TaskVectorError(f"head for {name!r}: expected a weight and a bias of shapes {expected}, got {actual}")
 
 
 def _head_entry(head: Head) -> HeadEntry:

@@ -167,12 +167,12 @@ WRONG = {
     "no such setting": (["one"], ["--method", "tsv", "--keep", 0.1], "'tsv' has no setting 'keep'"),
     "sum has no mean": (["one"], ["--mean"], "'sum' has no setting 'mean'"),
     "wrong setting": (["one"], ["--method", "ties", "--keep", 2], "keep is 2.0, expected a number in (0, 1]"),
-    "alphas": (["one", "two", "three"], ["--alpha", 1, "--alpha", 2], "got 2 for 3 vectors"),
+    "alphas": (["one", "two", "three"], ["--alpha", 1, "--alpha", 2], "got 2 values of α for 3 vectors"),
     "infinite alpha": (["one"], ["--alpha", "inf"], "α is inf"),
     "alpha over float32": (
         ["one", "two"],
         ["--alpha", "1e39"],
-        "would be 1e+39, more than the float32 maximum of 3.4e+38",
+        "would be 1e+39, expected a magnitude of at most 3.4e+38",
     ),
     "one of them": (["one", "two"], ["--method", "tsv", "--alpha", 1, "--alpha=-1e39"], "would be -1e+39"),
     "no number": (["one"], ["--alpha", "much"], "as a number"),
@@ -192,7 +192,7 @@ WRONG = {
     "same file": (
         ["one"],
         ["--save-model", "out.safetensors"],
-        "out.safetensors: the vector and the model must be written to different files",
+        "out.safetensors: --output and --save-model name the same file",
     ),
 }
 

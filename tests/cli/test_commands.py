@@ -160,7 +160,7 @@ def test_verify_names_the_tensor_that_is_not_finite(bundle, tmp_path):
 def test_verify_names_the_tensor_that_is_not_positive_semi_definite(bundle, tmp_path):
     result = run("verify", damaged(bundle, tmp_path / "bad.kfac", "proj/B", np.float32([-1.0])))
     assert result.exit_code == 1
-    assert "tensor 'proj/B': is not positive semi-definite: has an eigenvalue below -" in result.stderr
+    assert "tensor 'proj/B': is not positive semi-definite: it has an eigenvalue below -" in result.stderr
 
 
 def test_verify_names_the_tensor_that_is_not_symmetric(tmp_path):

@@ -29,7 +29,7 @@ def test_compress_reports_size_and_errors(bundle, tmp_path):
     assert result.exit_code == 0
     for words in (
         "small.kfac",
-        "of dense float32",
+        "of the size as dense float32",
         "(Frobenius norm)",
         "on random task vectors",
         "blocks are unchanged: scale",
@@ -144,7 +144,7 @@ def test_bad_input_is_refused_and_nothing_is_written(bundle, tmp_path):
         (["int8", "-o", link], "is also an input"),
         (["int8", "-o", "/no/such/folder/s.kfac"], "/no/such/folder"),
         (["int8", *to, "--vector", tmp_path / "missing"], f"has no tensor {first!r}; 1 of 10 expected parameters"),
-        (["int8", *to, "--vector", tmp_path / "shape"], "expected floats of"),
+        (["int8", *to, "--vector", tmp_path / "shape"], "expected a floating-point tensor of"),
         (["int8", *to, "--vector", tmp_path / "whole"], "is I32"),
         (["int8", *to, "--vector", tmp_path / "nan"], f"tensor {first!r}: contains NaN"),
         (["int8", *to, "--vector", "/no/such/vector"], "/no/such/vector"),

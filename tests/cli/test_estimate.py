@@ -172,7 +172,7 @@ def test_an_unfinished_run_with_a_flipped_byte_is_refused(tmp_path):
     raw = bytearray(partial.path.read_bytes())
     raw[-7] ^= 1
     partial.path.write_bytes(raw)
-    with refused(kp.KfacpackError, "t.kfac.partial", "'sum'", "digest", "Remove it"):
+    with refused(kp.KfacpackError, "t.kfac.partial", "'sum'", "digest", "Remove the file"):
         partial.restore(estimation)
 
 
@@ -196,7 +196,7 @@ def test_two_runs_may_save_their_state_to_one_file(tmp_path):
 def test_a_damaged_unfinished_run_is_refused(pictures, bundle):
     bundle.with_name("estimate.kfac.partial").write_bytes(b"no such thing")
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle]
-    assert "Remove it" in run(*common, "--resume", code=2).stderr
+    assert "Remove the file" in run(*common, "--resume", code=2).stderr
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])

@@ -108,7 +108,7 @@ def test_a_folder_with_the_name_of_its_task_is_its_data(folder, monkeypatch):
         (["--task", "morning", "morning"], "'morning' is given twice"),
         (["--task", "morning", "unheard-of"], "unknown task 'unheard-of'"),
         (["--task", "a", "b", "--data", "/tmp"], "'/tmp': expected TASK=DIR"),
-        (["--task", "a", "b", "--data", "c=x"], "task 'c' is not used; expected a, b"),
+        (["--task", "a", "b", "--data", "c=x"], "task 'c' is not used by this command; expected a or b"),
         (["--task", "a", "b", "--data", "a=x", "--data", "a=y"], "task 'a' is given twice"),
         (["--task", "a", "b", "--columns", "label=y"], "--columns requires a single task, got 2: a, b"),
         (["--task", "a", "--data", "/no/such/folder"], "/no/such/folder"),
@@ -233,7 +233,7 @@ def test_a_missing_head_is_reported(vectors):
     common = [*VECTOR, vectors / "morning.safetensors", "--json"]
     result = run(*common)
     assert json.loads(result.stdout)["tasks"]["evening"]["head"] == "text"
-    assert "has no head for 'evening' (only for morning); using a new head of the model (text)" in result.stderr
+    assert "has no head for 'evening' (only for morning); using a new head, built from text" in result.stderr
     assert result.stderr.count("note") == 1
     assert not run(*common, "--quiet").stderr
     assert not run(*common, "--head", "prototypes").stderr
@@ -250,7 +250,7 @@ def test_the_option_head_overrides_the_vectors_heads(vectors):
 @pytest.mark.usefixtures("_registered")
 def test_a_vector_of_another_image_size_is_refused(vectors):
     result = run(*VECTOR, vectors / "sum.safetensors", "--image-size", 56, code=2)
-    for fact in ("different function f", "28x28", "56x56"):
+    for fact in ("different functions f", "28x28", "56x56"):
         assert fact in result.stderr
 
 
@@ -261,10 +261,10 @@ def test_a_vector_of_another_image_size_is_refused(vectors):
         (["--alpha", "0:2"], "alpha '0:2': a range has three numbers"),
         (["--alpha", "much"], "alpha 'much'"),
         (["--choose", "--alpha", "1"], "--choose requires several values of α"),
-        (["--choose", "--split", "train"], "got --split train"),
+        (["--choose", "--split", "train"], "cannot be combined with --split train"),
         (["--choose", "--control", "faces"], "--choose and --control cannot be combined"),
         (["--control", "morning"], "--control morning: is also an evaluated task"),
-        (["--control", "faces", "--alpha=-1,1"], "alpha -1: "),
+        (["--control", "faces", "--alpha=-1,1"], "alpha is -1, "),
         (["--control", "faces", "--keep", "200%"], "--keep 200%: expected a share"),
         (["--control", "faces", "--individual", "morning=1"], "--individual and --control cannot be combined"),
         (["--keep", "90%"], "--keep needs a control task"),
@@ -274,9 +274,9 @@ def test_a_vector_of_another_image_size_is_refused(vectors):
         (["--individual", "nowhere.json"], "nowhere.json: no such file; expected a task vector, TASK=0.93"),
         (["--individual", "SUM"], "expected a vector of one task, got 2 (morning, evening)"),
         (["--individual", "SHORT"], "'morning' was evaluated on 3 examples, expected 12"),
-        (["--individual", "SWEEP"], "expected the output of eval --json for one α"),
-        (["--individual", "LIST"], "expected the output of eval --json for one α"),
-        (["--individual", "DEEP"], "expected the output of eval --json for one α"),
+        (["--individual", "SWEEP"], "expected the output of `kfacpack eval --json` for a single α"),
+        (["--individual", "LIST"], "expected the output of `kfacpack eval --json` for a single α"),
+        (["--individual", "DEEP"], "expected the output of `kfacpack eval --json` for a single α"),
         (["--csv", "SUM"], "is also an input"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

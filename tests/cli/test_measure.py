@@ -168,10 +168,10 @@ def test_spectra_and_its_table(artifacts):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (["disentanglement", "morning.safetensors"], "expected two vectors, got vectors: 1, bundles: 0"),
+        (["disentanglement", "morning.safetensors"], "expected two vectors, got 1 vector(s) and 0 bundle(s)"),
         (["localisation"], "expected at least one vector"),
-        (["drift", "morning.safetensors"], "expected at least one vector and one --bundle"),
-        (["interference", "morning.safetensors"], "expected at least one vector and one --bundle"),
+        (["drift", "morning.safetensors"], "expected at least one vector and one bundle (--bundle)"),
+        (["interference", "morning.safetensors"], "expected at least one vector and one bundle (--bundle)"),
         (
             ["interference", "morning.safetensors", "--bundle", "both.kfac", "--measured"],
             "every bundle is merged",
@@ -196,7 +196,10 @@ def test_spectra_and_its_table(artifacts):
         (["localisation", "morning.safetensors"], "--data morning=DIR"),
         (["localisation", "morning.safetensors", "--data", "morning"], "'morning': expected TASK=DIR"),
         (["localisation", "morning.safetensors", "--data", "morning="], "'morning=': expected TASK=DIR"),
-        (["localisation", "morning.safetensors", "--data", "noon=x"], "task 'noon' is not used; expected morning"),
+        (
+            ["localisation", "morning.safetensors", "--data", "noon=x"],
+            "task 'noon' is not used by this command; expected morning",
+        ),
         (["localisation", "morning.safetensors", "--data", "morning=morning"], "at least one other task"),
         (
             ["localisation", "morning.safetensors", "--alpha", "1"],

@@ -142,8 +142,8 @@ def test_an_ambiguous_task_name_gives_a_warning():
     assert "--data hf://datasets/ylecun/mnist" in " ".join(run("mnist").stdout.split())
     note = CliRunner().invoke(app, ["eval", "--task", "mnist", "--model", "no-such-model"]).stderr
     note = " ".join(note.split())
-    assert "warning: the embedded task mnist is not the public dataset of that name" in note
-    assert "it contains MNIST, 5,000 digits" in note
+    assert "warning: the embedded task mnist is not the public dataset of the same name" in note
+    assert "contains 5,000 digits of MNIST" in note
     quiet = CliRunner().invoke(app, ["eval", "--task", "mnist", "--model", "no-such-model", "--quiet"]).stderr
     assert "warning" not in quiet
 

@@ -181,7 +181,7 @@ def test_unsupported_uses_are_named_and_refused(style):
     model, x = net(use, **parameters), vectors(5)
     with pytest.raises(kp.KfacpackError, match=words) as caught:
         kp.estimate(model, [x])
-    assert style in ("mixed examples", "custom function") or "Leave it out" in str(caught.value)
+    assert style in ("mixed examples", "custom function") or "Exclude the parameter" in str(caught.value)
 
 
 def test_tied_weights_are_refused_and_can_be_left_out():
@@ -278,7 +278,7 @@ def test_wrong_inputs_are_refused():
     model = seeded(mlp)
     for batches, words in (
         ([], "no batches"),
-        (["text"], "expected a batch that is a tensor.*got str"),
+        (["text"], "expected the batch to be a tensor.*got str"),
         (vectors(5), r"iterable of batches, got a single Tensor.*\[batch\]"),
         ({"input": vectors(5)}, r"iterable of batches, got a single dict.*\[batch\]"),
         ([(vectors(5), torch.zeros(7))], "without labels"),

@@ -114,7 +114,7 @@ def test_texts_without_labels_are_refused(colour_model, by_colour, tmp_path, lab
     data = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
     for split in ("train", "test"):
         data.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
-    words = "row 1: label -1 is not a class" if labelled else "words: unknown class names"
+    words = "row 1: label -1 is not a class" if labelled else "words: the class names are unknown"
     with pytest.raises(KfacpackError, match=words):
         evaluate(colour_model, load_task("words", tmp_path), head=by_colour)
 

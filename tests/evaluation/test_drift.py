@@ -145,11 +145,51 @@ def test_incompatible_inputs_are_refused(model):
     with refused(kp.KfacpackError, "at least one bundle"):
         drift(model, [EVALUATION_SETS["one"]], {"one": vector}, {})
     other = bundle_of(toy_model(seed=1), TASKS["two"])
-    with refused(kp.TaskVectorError, "bundle of two", "base models (attentive and attentive)", "'attn.in_proj_weight'"):
+    with refused(
+        kp.TaskVectorError, "bundle for two", "base models (attentive and attentive)", "'attn.in_proj_weight'"
+    ):
         drift(model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": other})
     part = kp.estimate(model.module, [inputs(model, EVALUATION_SETS["two"])], params="mlp.*", function=model.function)
-    with refused(kp.TaskVectorError, "'attn.in_proj_weight'", "bundle of two does not cover", "--params"):
+    with refused(kp.TaskVectorError, "'attn.in_proj_weight'", "bundle for two does not cover", "--params"):
         drift(model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": part})
     wide = kp.estimate(model.module, [inputs(model, EVALUATION_SETS["two"])])
-    with refused(kp.TaskVectorError, "bundle of two", "other of width 6; embedding of width 6"):
+    with refused(kp.TaskVectorError, "bundle for two", "other of width 6; embedding of width 6"):
         drift(model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": wide})
+
+
+def test_vectors_may_cover_different_parameters(model):
+    """Outside the linear regime, each vector is compared by the blocks of its own parameters, in either order."""
+    params = {"one": ("mlp",), "three": None}
+    vectors = {name: task_vector(model, TASKS[name], "full", params=params[name]) for name in ("one", "three")}
+    bundle = bundle_of(model, TASKS["two"])
+    for order in (("one", "three"), ("three", "one")):
+        result = drift(
+            model,
+            [EVALUATION_SETS["two"]],
+            {name: vectors[name] for name in order},
+            {"two": bundle},
+            layer_examples=8,
+        )
+        blocks = {name: [row["block"] for row in result["layers"] if row["vector"] == name] for name in order}
+        assert blocks["three"] == [block.name for block in bundle.blocks]
+        assert 0 < len(blocks["one"]) < len(blocks["three"])
+        assert all(block.startswith("mlp") for block in blocks["one"])
+        x = inputs(model, EVALUATION_SETS["two"])[:8]
+        for row in result["layers"]:
+            covered = next(block.parameters for block in bundle.blocks if block.name == row["block"])
+            tau = {name: value for name, value in vectors[row["vector"]].items() if name in covered}
+            brute = change(model, x, tau).square().sum() / 8
+            assert row["measured"] == pytest.approx(float(brute), rel=1e-4)
+
+
+def test_every_vector_must_be_covered_by_the_bundles(model):
+    vectors = {
+        "one": task_vector(model, TASKS["one"], "full", params=("mlp",)),
+        "three": task_vector(model, TASKS["three"], "full"),
+    }
+    evaluation_set = EVALUATION_SETS["two"]
+    x = inputs(model, evaluation_set)
+    about = {"name": model.name, "function": model.function, "source": kp.Source(task="two", dataset_size=20)}
+    bundle = kp.estimate(model.module, [x], fisher="exact", forward=model.forward, params=["mlp*"], **about)
+    with refused(kp.TaskVectorError, "does not cover"):
+        drift(model, [evaluation_set], vectors, {"two": bundle})

@@ -205,13 +205,13 @@ def test_incompatible_inputs_are_refused(model, vectors, bundles):
     with refused(kp.KfacpackError, "examples of two", "one"):
         interference(vectors, {"one": bundles["one"]}, model=model, evaluation_sets=sets[1:2])
     other = bundle_of(toy_model(seed=1), TASKS["two"])
-    with refused(kp.TaskVectorError, "bundle of two", "base models", "'attn.in_proj_weight'"):
+    with refused(kp.TaskVectorError, "bundle for two", "base models", "'attn.in_proj_weight'"):
         interference(vectors, {"one": bundles["one"], "two": other})
     part = kp.estimate(model.module, [inputs(model, EVALUATION_SETS["two"])], params="mlp.*", function=model.function)
-    with refused(kp.TaskVectorError, "'attn.in_proj_weight'", "bundle of two does not cover", "--params"):
+    with refused(kp.TaskVectorError, "'attn.in_proj_weight'", "bundle for two does not cover", "--params"):
         interference(vectors, {"two": part})
     wide = kp.estimate(model.module, [inputs(model, EVALUATION_SETS["two"])])
-    with refused(kp.TaskVectorError, "bundle of two", "other of width 6; embedding of width 6"):
+    with refused(kp.TaskVectorError, "bundle for two", "other of width 6; embedding of width 6"):
         interference(vectors, {"two": wide})
     partial = {"one": vectors["one"], "two": task_vector(model, TASKS["two"], params="mlp.")}
     assert len(interference(partial, bundles)["pairs"]) == 6

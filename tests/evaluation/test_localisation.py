@@ -88,7 +88,7 @@ def test_auroc_counts_pairs_and_halves_ties(on, off):
 
 def test_missing_examples_or_vectors_are_refused(model):
     vector = task_vector(model, TASKS["one"])
-    with refused(kp.KfacpackError, "of one only", "one other task"):
+    with refused(kp.KfacpackError, "only examples of one", "one other task"):
         localisation(model, [EVALUATION_SETS["one"]], {"one": vector})
     with refused(kp.KfacpackError, "no examples of one"):
         localisation(model, [EVALUATION_SETS["two"], EVALUATION_SETS["three"]], {"one": vector})

@@ -84,10 +84,10 @@ def test_without_a_margin_nothing_is_removed(model, subjects):
 
 def test_invalid_settings_are_refused(model, subjects):
     vector = random_vector(model)
-    with refused(KfacpackError, "alpha -0.5", "negated already"):
+    with refused(KfacpackError, "alpha is -0.5", "already negated"):
         negate(model, subjects[:1], subjects[2], vector, [-0.5])
     for keep in (0.0, 1.5):
-        with refused(KfacpackError, f"keep {keep:g}", "the control's accuracy"):
+        with refused(KfacpackError, f"keep is {keep:g}", "the control's accuracy"):
             negate(model, subjects[:1], subjects[2], vector, ALPHAS, keep=keep)
     with refused(KfacpackError, "'two'", "to forget", "the control"):
         negate(model, subjects[:2], subjects[1], vector, ALPHAS)

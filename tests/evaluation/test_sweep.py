@@ -136,17 +136,17 @@ def test_another_f_is_refused(model, head, evaluation_set):
     other = replace(model, function=model.function.model_copy(update={"detail": "of 96x96 pixels"}))
     for regime in ("linear", "full"):
         vector = random_vector(model, regime=regime, function=function)
-        with refused(kp.TaskVectorError, "different function f", "64x64", "96x96"):
+        with refused(kp.TaskVectorError, "different functions f", "64x64", "96x96"):
             score(other, head, evaluation_set, vector=vector)
 
 
 def test_invalid_alphas_and_vectors_are_refused(model, head, evaluation_set):
     vector = random_vector(model)
-    with refused(KfacpackError, "alphas []", "at least one"):
+    with refused(KfacpackError, "alphas is empty", "at least one"):
         scores(model, head, evaluation_set, vector, [])
-    with refused(KfacpackError, "alpha nan", "finite"):
+    with refused(KfacpackError, "alpha is nan", "finite"):
         scores(model, head, evaluation_set, vector, [1.0, float("nan")])
-    with refused(KfacpackError, "alpha 0.5", "no vector"):
+    with refused(KfacpackError, "alpha is 0.5", "no task vector"):
         score(model, head, evaluation_set, alpha=0.5)
     with refused(KfacpackError, "toy, split 'test', examples 0 to 63: f contains NaN"):
         score(model, head, evaluation_set, vector=random_vector(model, size=float("inf")))

@@ -138,7 +138,7 @@ def test_the_minimum_is_searched_where_both_alphas_are_nonzero():
     assert nearest_index(alphas, 1.0) == 1
     figure = FIGURES["disentanglement"]({"tasks": ["a", "b"], "alphas": alphas, "xi": xi})
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["minimum, α = 2 (a), 1 (b): ξ = 20 %", "α = 1 for both: ξ = 40 %"]
+    assert labels == ["minimum, α = 2 (a), 1 (b): ξ = 20 %", "α = 1 for both tasks: ξ = 40 %"]
 
 
 def test_zeros_are_omitted_on_logarithmic_axes():

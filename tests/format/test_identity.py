@@ -81,7 +81,7 @@ def test_different_weights_are_reported_by_parameter(tmp_path):
     assert "dtype" in failures({**state, "proj": state["proj"].half()})["parameter 'proj'"]
     assert "shape" in failures({**state, "proj": state["proj"].T.contiguous()})["parameter 'proj'"]
     missing = {name: value for name, value in state.items() if name != "proj"}
-    assert failures(missing) == {"parameter 'proj'": "is missing from these weights"}
+    assert failures(missing) == {"parameter 'proj'": "is missing from the model's weights"}
 
 
 def test_a_model_of_load_model_is_rejected():

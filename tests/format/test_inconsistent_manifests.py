@@ -261,7 +261,7 @@ INCONSISTENCIES = {
     "a name twice": (lambda h, m: m["blocks"][1].update(name="one.weight"), "two blocks with this name"),
     "metadata that is not text": (
         lambda h, m: h["__metadata__"].update(more=3),
-        "expected an object whose values are strings",
+        "is not a JSON object whose values are strings",
     ),
 }
 

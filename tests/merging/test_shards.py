@@ -134,7 +134,7 @@ def test_inputs_that_are_not_shards_of_one_task_are_rejected(net, sentences):
             kp.merge(inputs, "shards", **options)
 
     merge_fails([one, one], "input 1 and input 2", one.digest[:12], "twice")
-    merge_fails([one, two], "weighted by their examples", weights=[1, 2])
+    merge_fails([one, two], "weighted by their numbers of examples", weights=[1, 2])
     merge_fails([one, of_part(net, sentences, 3, 9, source=source(6, "other"))], "tasks, 'toy' and 'other'")
     merge_fails([one, of_part(net, sentences, 3, 9, source=source(6, size=7))], "different data")
     merge_fails([one, of_part(net, sentences, 3, 9, fisher="mc")], "estimated with different settings")

@@ -196,7 +196,7 @@ def test_pixels_are_those_of_the_image_processor(clip_folder, config, pictures, 
     [
         ({"do_resize": False}, ("do_resize is false",)),
         ({"size": 32, "crop_size": {"height": 32, "width": 16}}, ("crop_size",)),
-        ({"size": 48, "crop_size": 48}, ("images of 48 pixels", "expects 32", "--image-size")),
+        ({"size": 48, "crop_size": 48}, ("images of 48x48 pixels", "expects 32x32", "--image-size")),
         ({"size": 20, "crop_size": 32}, ("resized to 20", "32")),
         ({"size": 32, "do_center_crop": False, "crop_size": 1, "do_rescale": False}, ("do_rescale is false",)),
     ],
@@ -335,7 +335,7 @@ def test_damaged_weights_are_refused(clip_folder, bert_folder, tmp_path):
         load_model(f"clip:{clip_folder}", weights=path)
     with refused(KfacpackError, "a 'bert' model", "expected 'clip'"):
         load_model(f"clip:{bert_folder}")
-    with refused(KfacpackError, "no such directory", "config.json"):
+    with refused(KfacpackError, "no such folder", "config.json"):
         load_model("clip:./nowhere")
     with refused(KfacpackError, "image size 4", "patch size 8"):
         load_model(f"clip:{clip_folder}", image_size=4)

@@ -167,7 +167,7 @@ def test_only_a_valid_safetensors_file_is_loaded(tiny_clip, clip_file, tmp_path)
     for content, problem in [
         (pickled.getvalue(), "pickles and other formats are never loaded"),
         (whole[:-5], "wrong.safetensors"),
-        (whole[:100], "the file ends at 100"),
+        (whole[:100], "the file ends at byte 100"),
         (b"", "only 0 bytes long"),
     ]:
         (tmp_path / "wrong.safetensors").write_bytes(content)

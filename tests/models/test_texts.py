@@ -186,7 +186,7 @@ def test_labels_with_the_same_first_token_are_refused(t5_folder, bert_folder):
     alike = Labels(("dog", "dog runs", "field"))
     with refused(KfacpackError, "'dog' and 'dog runs'", "same token"):
         head_for(model, alike, kind="words")
-    with refused(KfacpackError, "no token for class ''", "--head prototypes"):
+    with refused(KfacpackError, "no token for the word ''", "--head prototypes"):
         head_for(model, Labels(("dog", "")), kind="words")
     with refused(KfacpackError, "predicts no words", "--head prototypes"):
         head_for(load_model(f"hf:{bert_folder}"), alike, kind="words")

@@ -287,7 +287,7 @@ def test_memory_limits_the_number_of_jobs(monkeypatch):
     monkeypatch.setattr(jobs, "usable_cores", lambda: 64)
     for available, number in ((3 * needed, 3), (needed // 2, 1)):
         monkeypatch.setattr(jobs, "available_bytes", lambda available=available: available)
-        with pytest.warns(JobsWarning, match=f"8 processes.* using {number}$"):
+        with pytest.warns(JobsWarning, match=f"8 processes.* using {number} instead$"):
             assert jobs.choose_jobs(context, 8) == number
     monkeypatch.setattr(jobs, "available_bytes", lambda: None)
     with warnings.catch_warnings():

@@ -134,7 +134,7 @@ def test_the_demo_does_not_overwrite_a_plan(tmp_path):
     (tmp_path / "plan.yaml").write_text(TEXT)
     result = run("demo", "-o", tmp_path)
     assert result.exit_code == 2
-    assert "is not the plan of the demo" in result.stderr
+    assert "differs from the plan of the demo" in result.stderr
     assert (tmp_path / "plan.yaml").read_text() == TEXT
 
 

@@ -95,7 +95,7 @@ def test_a_published_task_is_downloaded_by_name(name, request, hub, disconnect, 
     run(*estimate, "-o", tmp_path / "cache.kfac")
     assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
     assert len(hub.log) == requests
-    assert "unknown split 'test'; expected one of train, validation. The Hub cannot be reached" in refusal(
+    assert "unknown split 'test'; available splits: train, validation. The Hub cannot be reached" in refusal(
         "--task", name, "--split", "test", "-o", tmp_path / "x.kfac"
     )
 
@@ -210,7 +210,7 @@ def test_a_cached_card_without_data_is_not_used(hub, dtd, disconnect):  # noqa: 
 
 def test_other_formats_are_read_from_the_hubs_parquet_conversion(hub, disconnect, tmp_path):  # noqa: F811
     hub.put("datasets/someone/csv", {"train.csv": b"a,b\n", "README.md": b"# Numbers\n"})
-    with refused(kp.KfacpackError, "not parquet", "no parquet copy", "--data DIR"):
+    with refused(kp.KfacpackError, "no parquet files", "no parquet copy", "--data DIR"):
         load_task("dtd", "hf://datasets/someone/csv")
     converted = files_of(copy("dtd", tmp_path / "converted", viewer=True))
     commit = hub.put("datasets/someone/csv", converted, "refs/convert/parquet")

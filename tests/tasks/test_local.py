@@ -295,7 +295,7 @@ def test_unsuitable_columns_are_refused(tmp_path):
     with refused(KfacpackError, "images or texts", "x, y"):
         load_task("mine", write(numbers, tmp_path / "numbers")).split("train")
     two = image_data(mask=(PICTURES, datasets.Image()))
-    with refused(KfacpackError, "2 columns of images, img, mask", "expected one"):
+    with refused(KfacpackError, "2 columns contain images: img, mask", "expected only one"):
         load_task("mine", write(two, tmp_path / "two")).split("train")
     unlabelled = load_task("mine", write(image_data().remove_columns("fine"), tmp_path / "bare"))
     assert unlabelled.classes is None

@@ -94,7 +94,7 @@ def test_examples_have_the_defined_columns(copies, name):
         assert task.templates == ()
         assert task.classes == tuple(TEXT[name][3] or ("entails", "neutral"))
     assert task.notices("ViT-B-32") == (
-        ("snli: rows without a label are left out: 1 of train, 1 of validation, 1 of test",) if name == "snli" else ()
+        ("snli: rows without a label are left out: 1 in train, 1 in validation, 1 in test",) if name == "snli" else ()
     )
 
 
@@ -247,7 +247,8 @@ def test_columns_of_other_copies(tmp_path):
     assert list(split[0]) == ["sentence1", "sentence2"]
     odd = load_task("rte", renamed("rte", tmp_path / "odd", sentence1="one", sentence2="two"))
     assert list(odd.split("train")[0]) == ["one", "two"]
-    assert odd.notices("tiny") == ("rte: unknown column names; the input columns were found by type: one, two",)
+    note = "rte: the expected columns are missing; the input columns were found by type: one, two"
+    assert odd.notices("tiny") == (note,)
     renamed_columns = load_task("rte", tmp_path / "odd", columns="sentence1=two,sentence2=one")
     stored = odd.split("train")[0]
     assert list(renamed_columns.split("train")[0].items()) == [
@@ -270,7 +271,7 @@ def test_labels_from_own_columns(tmp_path):
     assert task.classes == ("bad", "good", "so so")
     assert [task.split("train").label(row) for row in range(4)] == [1, 0, 1, 2]
     assert dict(task.split("train")[0]) == {"text": "w"}
-    assert task.notices("tiny") == ("mine: 3 classes, the values of column 'mood' in train: bad, good, so so",)
+    assert task.notices("tiny") == ("mine: the 3 classes are the values of column 'mood' in train: bad, good, so so",)
     task = load_task("mine", folder, columns="label=stars")
     assert task.classes == ("1", "5", "10")
     assert [task.split("train").label(row) for row in range(4)] == [1, 0, 1, 2]
@@ -311,7 +312,7 @@ def test_column_types_from_the_card(copies, tmp_path, name):
     folder = plain(name, tmp_path / name)
     bare = load_task(name, folder)
     numbers = ", ".join(bare.classes)
-    notice = f"{name}: {len(bare.classes)} classes, the values of column 'label' in train: {numbers}"
+    notice = f"{name}: the {len(bare.classes)} classes are the values of column 'label' in train: {numbers}"
     assert notice in bare.notices("tiny"), "integers are not class names"
     card(name, folder)
     task, whole = load_task(name, folder), load_task(name, copies[name])
@@ -346,9 +347,9 @@ def test_a_column_named_label_is_not_an_input(tmp_path):
         ("image", "expected image=COLUMN,label=COLUMN"),
         ("a=b,a=c", "expected image=COLUMN,label=COLUMN"),
         ("image=x,text=y", "an image cannot be combined with other inputs"),
-        ("text=nowhere", "no column 'nowhere'; the columns are a, score"),
-        ("image=a", "column 'a' has type .*; expected images"),
-        ("text=score", "column 'score' has type .*; expected texts"),
+        ("text=nowhere", "no column 'nowhere'; available columns: a, score"),
+        ("image=a", "column 'a' has type .*; expected a column of images"),
+        ("text=score", "column 'score' has type .*; expected a column of texts"),
         ("text=a,label=score", "column 'score' has type .*; expected ClassLabel, strings or integers"),
     ],
 )
@@ -378,7 +379,7 @@ def test_layouts():
     )
     two = [f"rte/{train}", f"mnli/{train}"]
     assert parquet_files(two, "rte", "here") == {"train": [f"rte/{train}"]}
-    with refused(KfacpackError, "here: several configs", "mnli, rte", "--data here/mnli"):
+    with refused(KfacpackError, "here: the data has several configs", "mnli, rte", "--data here/mnli"):
         parquet_files(two, None, "here")
     with refused(KfacpackError, "no config 'qnli'", "mnli, rte", "--data here/mnli"):
         parquet_files(two, "qnli", "here")

@@ -172,11 +172,11 @@ def test_a_run_with_other_settings_is_not_resumed(tmp_path):
     with refused(kp.KfacpackError, "lr = 0.02", "got 0.03"):
         job(settings=replace(SETTINGS, lr=0.03)).run(tmp_path / "t.safetensors", resume=True)
     (tmp_path / "t.safetensors.partial").write_bytes(b"cut off")
-    with refused(kp.KfacpackError, "t.safetensors.partial: the file is damaged", "Remove it"):
+    with refused(kp.KfacpackError, "t.safetensors.partial: the file is damaged", "Remove the file"):
         job().run(tmp_path / "t.safetensors", resume=True)
     for content in ("[]", '{"request": [], "batches": 1}', "[" * 100_000):
         save_file({"a": torch.ones(1)}, tmp_path / "t.safetensors.partial", {"kfacpack_partial": content})
-        with refused(kp.KfacpackError, "t.safetensors.partial: the file is damaged", "Remove it"):
+        with refused(kp.KfacpackError, "t.safetensors.partial: the file is damaged", "Remove the file"):
             job().run(tmp_path / "t.safetensors", resume=True)
 
 

@@ -338,7 +338,7 @@ def test_a_vector_that_does_not_fit_is_refused():
         regularizer.value([torch.ones(2)])
     with refused(kp.TaskVectorError, "'proj': expected a tensor", "got list"):
         regularizer.add_grad({"proj": [1.0]})
-    with refused(kp.TaskVectorError, "'proj': expected floats of shape [3, 2]", "[2, 3]"):
+    with refused(kp.TaskVectorError, "'proj': expected a floating-point tensor of shape [3, 2]", "[2, 3]"):
         regularizer.value({"proj": torch.ones(2, 3)})
     for bad in (-1.0, float("nan"), 1e300):
         with refused(kp.KfacpackError, f"strength {bad}"):
@@ -366,7 +366,7 @@ def test_a_trained_task_that_cannot_be_subtracted_causes_a_warning():
     parts = [of_task(name, 10, seed) for seed, name in enumerate(("one", "two"))]
     merged = kp.merge(parts)
     tau = random_tau(merged)
-    with warned(OwnTaskWarning, "'one' itself", "contains 'one'"):
+    with warned(OwnTaskWarning, "'one' itself", "contains the task 'one'"):
         regularizer = kp.Regularizer(merged, 1.0, exclude_task="one")
     assert torch.equal(regularizer.value(tau), kp.Regularizer(merged, 1.0).value(tau))
     with refused(kp.KfacpackError, "contain only 'one'", "no tasks to protect"):

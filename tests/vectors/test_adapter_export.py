@@ -394,7 +394,7 @@ def test_bad_input_is_refused_and_nothing_is_written(tmp_path):
     module = Mixed()
     vector = vector_of(module, random_changes(module, names=["first.weight"]))
     for rank in (0, -1, True, 1.5):
-        with refused(kp.KfacpackError, f"rank {rank}", "positive"):
+        with refused(kp.KfacpackError, f"rank is {rank}", "positive"):
             kp.export_lora(vector, tmp_path / "lora", rank=rank, model=module)
     with refused(kp.KfacpackError, "covers no parameter", "small"):
         kp.export_lora(vector, tmp_path / "lora", rank=1, bundle=small_curvature(), model=module)
@@ -403,7 +403,7 @@ def test_bad_input_is_refused_and_nothing_is_written(tmp_path):
         kp.export_lora(of_curvature(small_curvature()), tmp_path / "lora", rank=1, bundle=other, model=Small())
     function = kp.Function(output="embedding", normalized=False, width=4)
     changed = kp.Curvature(other.blocks, other.about.model_copy(update={"function": function}))
-    with refused(kp.KfacpackError, "function f"):
+    with refused(kp.KfacpackError, "functions f"):
         kp.export_lora(of_curvature(other), tmp_path / "lora", rank=1, bundle=changed, model=Small())
     with refused(kp.KfacpackError, "no model family", "--model"):
         kp.export_lora(vector, tmp_path / "lora", rank=1)

@@ -103,7 +103,7 @@ def test_vectors_that_do_not_belong_together_are_rejected(method, tmp_path):
             kp.add(both, method)
     with refused(kp.KfacpackError, "at least one task vector"):
         kp.add([], method)
-    with refused(kp.KfacpackError, "a list of task vectors", "got a single one"):
+    with refused(kp.KfacpackError, "a list of task vectors", "got a single vector"):
         kp.add(one, method)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _TILE = 512
 """Side length of the square tiles in which large matrices are processed."""
 _SMALL_SIDE = 64
-"""Largest side length of a matrix that is unpacked with a single gather on a CPU. On a GPU, every matrix is."""
+"""Largest side length of a matrix that is unpacked with a single gather on a CPU. On a GPU, there is no such limit."""
 
 
 def pack(full: Tensor) -> Tensor:
@@ -91,10 +91,10 @@ def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
     Args:
         packed: Triangle, (..., n(n+1)/2).
         side: Number n of rows and of columns.
-        scale: Factors by which the rows of the triangle are multiplied, (..., n). Defaults to no multiplication.
+        scale: Factors by which the rows of the triangle are multiplied, (..., n). By default, they are not multiplied.
 
     Returns:
-        The full matrix, (..., n, n), in the dtype of `scale` if `scale` is passed, and otherwise in that of `packed`.
+        The full matrix, (..., n, n), in the dtype of `scale` if it is passed, and otherwise in the dtype of `packed`.
     """
     if packed.device.type != "cpu" or not _has_storage(packed) or side <= _SMALL_SIDE:
         # One gather is faster than n small copies, each of which would launch a kernel.
@@ -134,9 +134,9 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _numpy_view(tensor: Tensor) -> Any:
-    """Returns a numpy view of a tensor, because numpy copies rows about four times as fast as torch.
+    """Returns a numpy view of a tensor. Values in bfloat16 are viewed as int16.
 
-    Values in bfloat16 are viewed as int16.
+    numpy is used because it copies rows about four times as fast as torch.
     """
     return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else tensor.dtype).numpy()
 
@@ -158,7 +158,7 @@ def asymmetry(full: Tensor) -> float:
 
 
 def _tiles(side: int) -> list[slice]:
-    """Returns slices for square tiles that fit into a core's cache, so that access along columns is fast as well."""
+    """Returns slices for square tiles that fit into a core's cache, which makes access along columns fast."""
     return [slice(start, min(start + _TILE, side)) for start in range(0, side, _TILE)]
 
 
@@ -179,7 +179,7 @@ FILE_TYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 """Names in safetensors files by torch dtype."""
 
 CHUNK_VALUES = 2**21
-"""Number of values that are written at a time, small enough that they are still in the CPU cache when hashed."""
+"""Number of values that are written at a time, small enough for them to stay in the CPU cache until they are hashed."""
 
 
 class MatrixTensors(ABC):
@@ -225,13 +225,16 @@ class InMemoryTensors(MatrixTensors):
 
 
 class SpecTensors(MatrixTensors):
-    """Components without values, used to determine the size of a matrix before the matrix is computed."""
+    """Components of which only the dtypes and shapes are known.
+
+    They are used to determine the size of a matrix before its values are computed.
+    """
 
     def __init__(self, specs: Mapping[str, Spec]):
         self.specs = specs
 
     def __getitem__(self, name: str) -> Tensor:
-        raise AssertionError(f"{name!r} has no values")
+        raise AssertionError(f"the values of {name!r} have not been computed")
 
 
 class LazyTensors(MatrixTensors):
@@ -269,9 +272,9 @@ def map_tensor(file: Container | SealedFile, name: str) -> Tensor:
 
 
 class BundleTensors(MatrixTensors):
-    """Components in an open bundle, mapped into memory from its file.
+    """Components in an open bundle, which are mapped into memory.
 
-    The SHA-256 and the values of a tensor are checked when it is first used; see `Bundle.bytes_of`.
+    The SHA-256 digest and the values of each tensor are checked when the tensor is first used; see `Bundle.bytes_of`.
     """
 
     def __init__(self, bundle: Bundle, names: Mapping[str, str]):
@@ -296,7 +299,7 @@ class BundleTensors(MatrixTensors):
 
 
 class LazyPackedTensors(MatrixTensors):
-    """The lower triangle of a full matrix, which is packed on every access and not cached."""
+    """The lower triangle of a full matrix. The triangle is packed on every access and is not cached."""
 
     def __init__(self, full: MatrixTensors):
         dtype, (side, _) = full.specs["data"]
@@ -330,5 +333,5 @@ def nbytes_of(spec: Spec) -> int:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a tensor in row-major order, without a copy if it is contiguous on the CPU."""
+    """Returns the bytes of a tensor in row-major order. A contiguous tensor on the CPU is not copied."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,7 +1,7 @@
 """Matrices without structure: `Packed` stores the lower triangle, and `Dense` stores all n² values.
 
-`Packed` is the default form in files and takes half the bytes, without loss. `Dense` is used for matrices that are
-being computed or multiplied.
+`Packed` is the default form in files. It is lossless and takes about half as many bytes as `Dense`. `Dense` is used for
+matrices that are being computed or multiplied.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ from kfacpack.curvature.matrices.matrix import Matrix, Operator, require_square
 from kfacpack.errors import MatrixError
 
 _ALIGNED_ELEMENTS = 2**16
-"""Products with more elements than this are computed with aligned rows."""
+"""Products with more than this many elements are computed with aligned rows."""
 
 
 class DenseOperator(Operator):
     """An operator that multiplies by a full (n, n) tensor."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns the product M x. On a CPU, the rows of a large product are aligned in memory.
-
-        They are not aligned if gradients are enabled.
-        """
+        """Returns the product M x. On a CPU, the rows of a large product are aligned unless gradients are enabled."""
         (full,) = self.tensors
         width = aligned(x.shape[-1])
         if width == x.shape[-1] or x.numel() <= _ALIGNED_ELEMENTS or x.device.type != "cpu" or torch.is_grad_enabled():
@@ -51,7 +48,7 @@ class DenseOperator(Operator):
 
 
 class AlignedOperator(DenseOperator):
-    """An operator that multiplies by a full (n, n) tensor, whose rows are padded so that they are aligned in memory.
+    """An operator that multiplies by a full (n, n) tensor with padded rows, so that each row is aligned in memory.
 
     A product with unaligned rows of 769 elements takes about 1.5 times as long as one with aligned rows of 768.
     """
@@ -63,7 +60,7 @@ class AlignedOperator(DenseOperator):
 
 
 def aligned(side: int) -> int:
-    """Rounds up to a multiple of 16, so that rows of float32 values start at multiples of 64 bytes.
+    """Rounds a side length up to a multiple of 16, so that rows of float32 values start at multiples of 64 bytes.
 
     Args:
         side: Number of rows or columns.
@@ -74,12 +71,12 @@ def aligned(side: int) -> int:
 class OperatorCache:
     """A cache of operators on the CPU, for blocks that are processed one after the other.
 
-    It saves time because consecutive blocks often share a factor A. The operators of full matrices in float32 are
-    replaced by `AlignedOperator`.
+    The cache saves time because consecutive blocks often share a factor A. The operators of full matrices in float32
+    are replaced by `AlignedOperator`.
     """
 
     def __init__(self) -> None:
-        # The matrix is stored along with its operator, because its id is part of the key.
+        # Keep a reference to each matrix, because its id, which is part of the key, must not be reused.
         self._operators: dict[tuple[int, torch.dtype], tuple[Matrix, Operator]] = {}
 
     def keep_only(self, matrices: Iterable[Matrix]) -> None:
@@ -113,10 +110,10 @@ def full_matrix(operator: Operator, side: int) -> Tensor:
 
 
 def common_blocks(operators: Sequence[Operator], side: int) -> list[tuple[Tensor, ...]]:
-    """Returns the diagonal blocks of each operator if the shapes are the same for all, and otherwise the full matrices.
+    """Returns the diagonal blocks of each operator, or the full matrices if the block shapes of the operators differ.
 
     Args:
-        operators: Operators on vectors of the same length.
+        operators: Operators that multiply vectors of the same length.
         side: Length of the vectors.
     """
     blocks = [operator.blocks(side) for operator in operators]

@@ -1,8 +1,8 @@
 """Symmetric matrices: multiplication, size, and storage as named tensors (components).
 
 Shapes: a matrix M is (n, n) with n = `side`, and `matmul` multiplies it by a tensor of shape (n, k). The values of M
-are stored in the component `data`. If `data` is int8, the component `scale` contains one factor for each stored row, by
-which the values in this row are multiplied.
+are stored in the component `data`. If `data` is int8, the component `scale` contains one factor for each stored row.
+The values in the row are multiplied by this factor.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 _SUBSPACE_FRACTIONS = (1 / 32, 1 / 8, 1 / 3)
 """Possible dimensions of the subspace in subspace iteration, as fractions of the side length of the matrix."""
 _ACCURATE_FRACTION = 0.8
-"""Fraction of the eigenvectors in the subspace that are accurate; the other dimensions speed up convergence."""
+"""Fraction of the subspace dimensions that yield accurate eigenvectors. The other dimensions speed up convergence."""
 _FULL_BELOW = 256
-"""Matrices with a smaller side length are decomposed in full."""
+"""Matrices with a side length below this value are decomposed in full."""
 _TOLERANCE, _MAX_ITERATIONS = 1e-5, 100
 """Iteration stops after a step that reduces the squared error by at most this fraction, or after this many steps."""
 _UNKNOWN_COUNT = 10_000
-"""Assumed number of examples over which a matrix was averaged if the matrix does not record this number."""
+"""Number of examples over which a matrix is assumed to have been averaged, if the matrix does not record the number."""
 
 
 def width_for(side: int, rank: int) -> int:
     """Returns the dimension of the subspace in which `leading_eigenpairs` computes `rank` accurate eigenpairs.
 
-    Only a few dimensions are used, so that the eigenpairs for one rank can be reused for other ranks.
+    The result is one of only a few values, so that the eigenpairs for one rank can be reused for other ranks.
 
     Args:
         side: Number of rows and of columns of the matrix.
@@ -108,7 +108,7 @@ class Operator(ABC):
     def blocks(self, side: int) -> tuple[Tensor, ...]:
         """Returns the diagonal blocks of M in order. Outside these blocks, M is zero.
 
-        Each tensor, (k, s, s), contains k consecutive blocks of s rows. By default, the only block is the whole matrix.
+        Each tensor, (k, s, s), contains k consecutive blocks of s rows. Unless overridden, the only block is M itself.
 
         Args:
             side: Number n of rows and of columns of M.
@@ -132,13 +132,13 @@ class Operator(ABC):
         return first.with_tensors(torch.stack(tensors) if others else tensors[0][None] for tensors in columns)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
-        """Returns a copy of the operator with other tensors, of the same dtypes."""
+        """Returns a copy of the operator with different tensors of the same dtypes."""
         other = copy.copy(self)
         other.tensors = tuple(tensors)
         return other
 
     def unpacked(self, dtype: torch.dtype) -> Operator:
-        """Returns an operator for repeated products, which does not change when the stored tensors are overwritten.
+        """Returns an operator for repeated products. It does not change when the stored tensors are overwritten.
 
         Args:
             dtype: Dtype of the tensors to multiply.
@@ -156,7 +156,7 @@ class StoredOperator(Operator):
 
     Args:
         matrix: The matrix. Its values are validated when the operator is created.
-        dtype: Floating-point tensors with wider elements are converted to this dtype.
+        dtype: Dtype to which floating-point tensors with wider elements are converted.
         device: Device to which the tensors are copied. Defaults to their current device.
     """
 
@@ -201,7 +201,7 @@ class Matrix(ABC):
     structure: ClassVar[Literal["dense", "diagonal"]] = "dense"
     """Structure of a block whose G is a single matrix of this form."""
     stackable: ClassVar[bool] = True
-    """Whether the operators of matrices whose components have equal shapes can be stacked."""
+    """Whether operators can be stacked if the components of their matrices have the same shapes."""
     rounding_keeps_psd: ClassVar[bool] = False
     """Whether the matrix stays positive semi-definite when its values are rounded."""
 
@@ -237,12 +237,13 @@ class Matrix(ABC):
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator: ...
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Returns an operator for another matrix, or several, of the same form.
+        """Builds an operator from the components of another matrix of the same form, or of several such matrices.
 
-        The values are not validated, because validation would wait for the device of the components.
+        The values are not validated, because validation would have to wait for pending work on the device.
 
         Args:
-            tensors: Valid components of the other matrix. The components of several matrices have a leading dimension.
+            tensors: Components of the other matrix, which must be valid. The components of several matrices are stacked
+                along a leading dimension.
             dtype: Dtype of the tensors to multiply.
         """
         matrix = self._with_components(InMemoryTensors(**tensors), self.psd)
@@ -312,14 +313,14 @@ class Matrix(ABC):
         return ascending.flip(0)
 
     def row_index(self) -> Tensor:
-        """Returns the index of the stored row, and thus of the factor in `scale`, for each value of `data`.
+        """Returns the index of the stored row for each value of `data`. It is also the index of the factor in `scale`.
 
-        The shape of the result broadcasts to that of `data`.
+        The shape of the result broadcasts to the shape of `data`.
         """
         raise TypeError(f"a {self.form!r} matrix has no int8 variant")
 
     def violation(self) -> tuple[str, str] | None:
-        """Checks that the values meet the requirements of the form, for example that the matrix is symmetric.
+        """Checks that the values meet the requirements of the form, such as symmetry.
 
         Returns:
             The name of the invalid component and a description of the problem, or None if the values are valid.
@@ -329,7 +330,7 @@ class Matrix(ABC):
         return None
 
     def skip_validation(self) -> None:
-        """Marks the values as valid because they were computed from validated ones."""
+        """Marks the values as valid because they were computed from validated values."""
         self._validated = True
 
     def require_valid(self) -> None:
@@ -345,7 +346,7 @@ class Matrix(ABC):
             self._validated = True
 
     def for_storage(self) -> Matrix:
-        """Returns the matrix in the form in which it is saved: a dense matrix is packed, others are unchanged."""
+        """Returns the matrix in the form in which it is saved. Dense matrices are packed; other forms are unchanged."""
         return self
 
     @property
@@ -359,11 +360,11 @@ class Matrix(ABC):
         return TORCH_TYPES[self.components.specs["data"][0]]
 
     def float_values(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Returns `data` as floating-point values, in the shape of `data`; int8 values are multiplied by their scale.
+        """Returns `data` as floating-point values, in the shape of `data`. int8 values are multiplied by their scale.
 
         Args:
             dtype: Dtype of the result.
-            device: Device of the result. Defaults to that of the components.
+            device: Device of the result. Defaults to the device of the components.
         """
         data, scale = self.stored_values(dtype, device)
         if scale is None:
@@ -375,7 +376,7 @@ class Matrix(ABC):
 
         Args:
             dtype: Dtype of the floating-point values.
-            device: Device of the result. Defaults to that of the components.
+            device: Device of the result. Defaults to the device of the components.
 
         Returns:
             For an int8 matrix, `data` in int8 and `scale` in `dtype`. For other matrices, `data` in `dtype` and None.
@@ -388,7 +389,7 @@ class Matrix(ABC):
     def rounded(self, dtype: torch.dtype) -> Self:
         """Returns the matrix with its values in another floating-point dtype.
 
-        The matrix keeps its declaration `psd`, because the check of this property allows for rounding errors.
+        The attribute `psd` is unchanged, because the check for positive semi-definiteness allows for rounding errors.
 
         Args:
             dtype: Dtype of the stored values.
@@ -407,7 +408,7 @@ class Matrix(ABC):
         return "scale" in LAYOUTS[self.form].shapes(self.side, self.components.specs["data"][1])
 
     def quantized(self) -> Self:
-        """Returns the matrix with its values in int8. The factor of a row is its largest magnitude divided by 127."""
+        """Returns the matrix with its values in int8. Each row is scaled so that its largest magnitude becomes 127."""
         data = self.float_values(torch.float64)
         index = self.row_index().to(data.device).expand_as(data)
         shape = LAYOUTS[self.form].shapes(self.side, tuple(data.shape))["scale"]
@@ -445,18 +446,19 @@ def require_square(matrix: Tensor) -> int:
 def negative_eigenvalue_bound(matrix: Matrix) -> float | None:
     """Checks for eigenvalues that are more negative than rounding errors can explain.
 
-    Rounding an entry for storage changes it by at most eps/2 times its magnitude, or times the smallest normal number
-    if its magnitude is smaller. Computing the entry as a sum of k terms in float32 adds a relative error of about
-    √k eps. These errors change no eigenvalue by more than their Frobenius norm. The diagonal entries are sums of
-    squares, which rounding for storage cannot make negative, so only the error of the summation is allowed for them.
-    The matrix is tested by a Cholesky factorisation, which takes a tenth of the time of an eigenvalue decomposition.
+    Rounding an entry for storage changes it by at most eps/2 times its magnitude. If its magnitude is below the
+    smallest normal number, the bound is eps/2 times this number. Computing the entry as a sum of k terms in float32
+    adds a relative error of about √k eps. No eigenvalue changes by more than the Frobenius norm of these errors.
+    Diagonal entries are sums of squares, which rounding for storage cannot make negative. For them, only the summation
+    error is allowed. The test uses a Cholesky factorisation, which takes a tenth of the time of an eigenvalue
+    decomposition.
 
     Args:
         matrix: The matrix to check.
 
     Returns:
-        A negative upper bound on the smallest eigenvalue, NaN if the matrix contains NaN or Inf, or None if the matrix
-        is positive semi-definite up to rounding.
+        A negative upper bound on the smallest eigenvalue; NaN if the matrix contains NaN or Inf; or None if the matrix
+        is positive semi-definite up to rounding errors.
     """
     stored = torch.finfo(matrix.dtype if matrix.dtype.is_floating_point else torch.float32)
     summed = torch.finfo(torch.float32).eps * sqrt(matrix.positions or matrix.examples or _UNKNOWN_COUNT)
@@ -466,7 +468,7 @@ def negative_eigenvalue_bound(matrix: Matrix) -> float | None:
             continue
         if not isfinite(size):
             return nan
-        # Normalise, so that the test does not depend on the magnitude of the values.
+        # Normalise the matrix so that the test does not depend on the magnitude of its values.
         unit = witness / size
         norm = torch.linalg.matrix_norm(unit)[..., None]
         smallest = stored.tiny * stored.eps * unit.shape[-1] / size

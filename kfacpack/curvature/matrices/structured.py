@@ -2,11 +2,11 @@
 
 `Diagonal` keeps only the diagonal.
 
-`BlockDiagonal` keeps K diagonal blocks, which take 1/K of the bytes and of the arithmetic. Each block covers q or q + 1
-consecutive indices, where q = ⌊n / K⌋. The first n mod K blocks are the longer ones. All blocks are stored as triangles
-of the same length, and shorter blocks are padded with a last row of zeros.
+`BlockDiagonal` keeps K diagonal blocks. It needs about 1/K of the memory and of the arithmetic of a full matrix. The
+first n mod K blocks have q + 1 rows, where q = ⌊n / K⌋, and the other blocks have q rows. All blocks are stored as
+triangles of the same length; shorter blocks are padded with a last row of zeros.
 
-`LowRank` is M = U diag(w) Uᵀ with U of shape (n, r), which has about n · r instead of n² values. It is positive
+`LowRank` is M = U diag(w) Uᵀ with U of shape (n, r). It stores about n · r values instead of n². It is positive
 semi-definite if no weight in w is negative.
 
 `Sparse` keeps some entries of the lower triangle and their coordinates, in row-major order. The entries of the upper
@@ -106,9 +106,9 @@ class Diagonal(Matrix):
 
 
 class BlockDiagonalOperator(Operator):
-    """An operator for a block-diagonal matrix whose blocks have one size, or two sizes that differ by one row.
+    """An operator for a block-diagonal matrix. All blocks have the same size, or one of two sizes that differ by one.
 
-    All blocks of one size are multiplied in one batched product, without padding.
+    All blocks of the same size are multiplied in one batched product, without padding.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -121,14 +121,14 @@ class BlockDiagonalOperator(Operator):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
     def blocks(self, side: int) -> tuple[Tensor, ...]:
-        """Returns one tensor with all longer blocks and, if there are any, one tensor with all shorter blocks."""
+        """Returns a tensor with all blocks, or a tensor with the longer blocks and a tensor with the shorter blocks."""
         return self.tensors
 
 
 class BlockDiagonal(Matrix):
     """A block-diagonal matrix. Its component `data`, (K, s(s+1)/2), contains the lower triangles of K blocks.
 
-    A block has at most s rows.
+    The largest blocks have s rows.
 
     Example:
         >>> import torch
@@ -173,7 +173,7 @@ class BlockDiagonal(Matrix):
 
         Args:
             dtype: Dtype of the result.
-            device: Device of the result. Defaults to that of the components.
+            device: Device of the result. Defaults to the device of the components.
         """
         data, scale = self.stored_values(dtype, device)
         return unpack(data, widest_block(self.side, self.count), scale)
@@ -201,7 +201,7 @@ class BlockDiagonal(Matrix):
         yield self.blocks(torch.float64)
 
     def row_index(self) -> Tensor:
-        """Returns the index of the stored row of every value. The rows of all blocks are numbered consecutively."""
+        """Returns the index of the stored row for each value. The rows of all blocks are numbered consecutively."""
         width = widest_block(self.side, self.count)
         return torch.arange(0, self.count * width, width)[:, None] + row_indices(width)
 
@@ -210,7 +210,7 @@ class BlockDiagonal(Matrix):
         longer = self.side % self.count
         padding = self.components["data"][longer:, -widest_block(self.side, self.count) :]
         if longer and bool(padding.any()):
-            return "data", "contains nonzero values in the padding of its shorter blocks"
+            return "data", "contains nonzero values in the padding of the shorter blocks"
         return super().violation()
 
 
@@ -222,7 +222,7 @@ def spans(side: int, count: int) -> list[tuple[int, int]]:
 
 
 class LowRankOperator(Operator):
-    """An operator for a low-rank matrix M = U diag(w) Uᵀ, which never forms the (n, n) matrix M."""
+    """An operator for a low-rank matrix M = U diag(w) Uᵀ. It never forms the (n, n) matrix M."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns the product M x, computed as U (w · (Uᵀ x))."""
@@ -252,7 +252,7 @@ class LowRank(Matrix):
     def from_dense(cls, matrix: Tensor, rank: int, *, psd: bool = True) -> LowRank:
         """Computes the best low-rank approximation of a matrix.
 
-        It consists of the `rank` eigenvalues of largest magnitude and their eigenvectors.
+        The approximation keeps the `rank` eigenvalues of largest magnitude and their eigenvectors.
 
         Args:
             matrix: Symmetric floating-point tensor, (n, n).
@@ -305,13 +305,13 @@ class LowRank(Matrix):
         return torch.cat([inner, inner.new_zeros(self.side - len(inner))]).sort(descending=True).values
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields a small matrix with the nonzero eigenvalues of M, but only if a weight in w is negative."""
+        """Yields a small matrix with the nonzero eigenvalues of M, or nothing if no weight in w is negative."""
         _, w = self._factors(torch.float64)
         if bool((w < 0).any()):
             yield self._inner()
 
     def _inner(self) -> Tensor:
-        """Returns R diag(w) Rᵀ, where Q R is the QR decomposition of U. It has the nonzero eigenvalues of M."""
+        """Returns R diag(w) Rᵀ, where Q R is the QR decomposition of U. Its nonzero eigenvalues are those of M."""
         u, w = self._factors(torch.float64)
         r: Tensor = torch.linalg.qr(u, mode="r").R
         return (r * w) @ r.T
@@ -327,17 +327,17 @@ class LowRank(Matrix):
 
 
 _SPARSE_COST = 16
-"""Cost of multiplying by one sparse entry, relative to one dense entry.
+"""Cost of multiplying by one entry of a sparse matrix, relative to the cost for one entry of a dense matrix.
 
-Writing one sparse entry to a dense matrix costs about as much. Measurements on 2 cores gave a ratio of 8 to 14. With
-more cores, the ratio is larger, because dense products benefit more from them. Products with wide matrices are
-therefore computed densely if more than one entry in sixteen is stored. Products with a single vector are almost never
-computed densely.
+Writing one sparse entry to a dense matrix costs about as much as multiplying by it. Measurements on 2 cores gave a
+ratio of 8 to 14. The ratio grows with the number of cores, because dense products benefit more from additional cores.
+The product with a wide matrix is computed with a dense copy if more than one entry in sixteen is stored. The product
+with a single vector is almost never computed with a dense copy.
 """
 
 
 class SparseOperator(Operator):
-    """An operator for a sparse matrix, given by the entries of both triangles in row-major order.
+    """An operator for a sparse matrix. It uses the entries of both triangles in row-major order.
 
     The tensors of the operator are the coordinates, (2, entries), and the values, (entries,).
     """
@@ -359,7 +359,7 @@ class SparseOperator(Operator):
 
 
 class Sparse(Matrix):
-    """A symmetric matrix of which only some entries of the lower triangle are stored.
+    """A sparse symmetric matrix. Only some entries of its lower triangle are stored.
 
     The components `data`, `rows` and `columns`, each (entries,), contain the values and the coordinates of the entries.
 
@@ -389,7 +389,7 @@ class Sparse(Matrix):
         """
         side = require_square(matrix)
         if not 0 <= fraction <= 1:
-            raise MatrixError(f"expected a fraction of entries, from 0 to 1, got {fraction}")
+            raise MatrixError(f"expected the fraction of entries to keep, from 0 to 1; got {fraction}")
         values = pack(matrix)
         count = min(round(fraction * len(values)), int(values.count_nonzero()))
         kept = _largest(values.abs().to(torch.promote_types(values.dtype, torch.float32)), count)
@@ -398,23 +398,23 @@ class Sparse(Matrix):
         return cls(side, components, psd=False)
 
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator:
-        # A dense matrix is filled in once per operator, so only the cost of the product counts. Sparse products need
-        # at least float32.
+        # A dense copy is made once per operator, so only the cost of the product counts. The kernel for sparse products
+        # requires at least float32.
         if 2 * self.entries * _SPARSE_COST > self.side**2 or dtype.itemsize < 4:
             return DenseOperator(self._full(dtype, device))
         return self._sparse_operator(dtype, device)
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Returns an operator that multiplies by a full (n, n) tensor; see `Matrix.unpacked`.
+        """Builds an operator that multiplies by a full (n, n) tensor; see `Matrix.unpacked`.
 
-        It does not return a `SparseOperator`, because that would require sorting the entries of both triangles.
+        A `SparseOperator` is not used here, because it would require sorting the entries of both triangles.
         """
         matrix = self._with_components(InMemoryTensors(**tensors), self.psd)
         matrix.skip_validation()
         return DenseOperator(matrix._full(dtype))
 
     def matmul(self, x: Tensor) -> Tensor:
-        """Returns the product M x. It is computed with a dense copy of M if that is faster."""
+        """Returns the product M x. A dense copy of M is used if this is faster."""
         width = x.shape[1]
         if self._resident is not None and self._resident.matches(x.dtype, x.device):
             return self._resident(x)
@@ -438,7 +438,7 @@ class Sparse(Matrix):
         return self._coordinates()[0]
 
     def violation(self) -> tuple[str, str] | None:
-        """Checks that the coordinates are in the lower triangle, sorted and unique, and no scale factor is negative."""
+        """Checks that the coordinates are sorted, unique and in the lower triangle, and that no factor is negative."""
         rows, columns = (self.components[name].long() for name in ("rows", "columns"))
         if not bool(((columns >= 0) & (columns <= rows) & (rows < self.side)).all()):
             return "rows", f"contains coordinates outside the lower triangle of side length {self.side}"
@@ -476,7 +476,7 @@ class Sparse(Matrix):
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Returns the indices of the `count` largest values, in ascending order. Of equal values, the first are chosen."""
+    """Returns the indices of the `count` largest values, in ascending order. Ties go to the smaller index."""
     if not count:
         return torch.zeros(0, dtype=torch.int64, device=magnitudes.device)
     threshold = magnitudes.kthvalue(len(magnitudes) - count + 1).values
@@ -488,6 +488,6 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
 
 def _coordinates_of(indices: Tensor) -> tuple[Tensor, Tensor]:
     """Converts indices in a packed triangle, row (row + 1) / 2 + column, to the rows and columns of the entries."""
-    # Exact in float64: 8 index + 1 is a perfect square at the start of a row, and indices are far below 2^53 / 8.
+    # Exact in float64: at the start of a row, 8 · index + 1 is a perfect square, and indices are far below 2^53 / 8.
     rows = ((8 * indices.double() + 1).sqrt() - 1).div(2).floor().long()
     return rows, indices - rows * (rows + 1) // 2

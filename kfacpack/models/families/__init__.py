@@ -1,4 +1,4 @@
-"""Model families, and the registry that loads a model by name. A new family needs one module and one entry here."""
+"""Model families, and functions that load models by name. A new family needs a module and an entry in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ FAMILIES: dict[str, ModelFamily] = {
     family.prefix: family
     for family in (OpenClipFamily(), TimmFamily(), ClipFamily(), T5Family(), CausalLMFamily(), EncoderFamily())
 }
-"""Families by the prefix before the colon. Names without a prefix are open_clip names."""
+"""Model families by the prefix of their model names. Names without a prefix are open_clip names."""
 FORMS = ", ".join([*EMBEDDED_MODELS, *(family.form for family in FAMILIES.values())])
-"""Accepted forms of a model's name, for messages."""
-_EXPECTED = f"Expected {FORMS}. Run `kfacpack models` for a list"
+"""Accepted forms of a model's name, for error messages."""
+_EXPECTED = f"Expected one of: {FORMS}. Run `kfacpack models` for a list"
 
 
 class DownloadedModel(NamedTuple):
-    """A model whose weights are on this machine."""
+    """A model whose weights are in the local Hub cache."""
 
     model: str
-    """Name for `load_model`."""
+    """Name of the model, as expected by `load_model`."""
     family: str
     """Name of the family."""
     repository: str
@@ -50,11 +50,11 @@ class DownloadedModel(NamedTuple):
     revision: str
     """Commit of the repository."""
     nbytes: int
-    """Size of the repository's files in bytes."""
+    """Total size of the repository's files in bytes."""
 
 
 def downloaded_models() -> list[DownloadedModel]:
-    """Lists the models whose weights are in the local Hub cache. One repository may provide several models."""
+    """Returns the models whose weights are in the local Hub cache. One repository may provide several models."""
     return [
         DownloadedModel(model, family.name, repository.name, repository.revision, repository.nbytes)
         for repository in cached_repositories()
@@ -79,7 +79,7 @@ def split_spec(spec: str) -> tuple[str, str]:
     if not colon:
         prefix, name = "", spec
     if not name:
-        raise KfacpackError(f"{printable(spec)!r} has no model name. {_EXPECTED}")
+        raise KfacpackError(f"{printable(spec)!r} does not contain a model name. {_EXPECTED}")
     if prefix not in FAMILIES:
         prefixes = [f"{prefix}:" for prefix in FAMILIES if prefix]
         raise KfacpackError(f"unknown model {printable(spec)!r}{did_you_mean(f'{prefix}:', prefixes)} {_EXPECTED}")
@@ -102,18 +102,19 @@ def load_model(
     Args:
         spec: `"tiny"`, an open_clip name (`"ViT-B-32"`, `"ViT-B-16/laion2b_s34b_b88k"`), `"timm:NAME"`,
             `"clip:NAME_OR_DIR"`, `"t5:NAME_OR_DIR"`, `"lm:NAME_OR_DIR"` or `"hf:NAME_OR_DIR"`.
-        weights: A safetensors file to use instead of the published weights, or `"random"` to initialise from `seed`.
-            Use `"./random"` for a file named random.
-        image_size: Side length of the input images in pixels. Position embeddings are resampled for this size.
+        weights: A safetensors file to use instead of the published weights, or `"random"` to initialise the weights
+            randomly. Use `"./random"` for a file named random.
+        image_size: Side length of the input images in pixels. Position embeddings are resampled to this size.
             Defaults to the image size in the model's config.
         dtype: Dtype of the module.
         device: Device of the module.
-        seed: Seed of a random initialisation.
+        seed: Seed of the random initialisation.
         prompts: Prompt style of a language model: `"t5"` or `"flan"` for `t5:`, `"plain"` or `"chat"` for `lm:`.
             Defaults to the style that the model was trained with.
-        loading: `"memory"` loads all weights. `"layers"` loads the weights of a layer when the layer is used, for
-            `kp.estimate_task(..., stream=True)` with `hf:` and `lm:` models that do not fit into memory. `"shapes"`
-            loads no weights and sets arbitrary values, for forecasts of time and memory.
+        loading: `"memory"` loads all weights into memory. `"layers"` loads the weights of a layer when the layer is
+            used; choose it for `kp.estimate_task(..., stream=True)` with `hf:` and `lm:` models that do not fit into
+            memory. `"shapes"` loads no weights; the parameters have arbitrary values, which is sufficient to predict
+            time and memory.
 
     Returns:
         The model, in eval mode.
@@ -128,11 +129,11 @@ def load_model(
     """
     prefix, name = split_spec(spec)
     if image_size is not None and image_size < 1:
-        raise KfacpackError(f"image size {image_size}: expected a positive number of pixels")
+        raise KfacpackError(f"invalid image size {image_size}; expected a positive number of pixels")
     styles = FAMILIES[prefix].prompt_styles
     if prompts is not None and prompts not in styles:
         expected = f"expected {' or '.join(styles)}" if styles else "only t5: and lm: models have prompt styles"
-        raise KfacpackError(f"prompt style {printable(prompts)!r} for {printable(spec)}: {expected}")
+        raise KfacpackError(f"prompt style {printable(prompts)!r} is not available for {printable(spec)}; {expected}")
     try:
         source: WeightsSource = None if weights is None else "random" if weights == "random" else Path(weights)
         request = ModelRequest(name, source, image_size, dtype, _check_device(device), seed, prompts, loading)
@@ -144,7 +145,7 @@ def load_model(
 
 
 def resolve_model(model: Model | str) -> Model:
-    """Returns the given model, or loads it if `model` is a name.
+    """Returns `model` itself, or loads the model if `model` is a name.
 
     Raises:
         KfacpackError: If the argument is neither a `Model` nor a name, or the model cannot be loaded.
@@ -153,8 +154,8 @@ def resolve_model(model: Model | str) -> Model:
         return load_model(model)
     if isinstance(model, Model):
         return model
-    problem = f"expected a model from kp.load_model or its name, got {type(model).__name__}"
-    raise KfacpackError(f"{problem}. For a module of your own, use kp.estimate, kp.linearize and kp.Regularizer")
+    problem = f"expected a model from kp.load_model or the name of a model, got {type(model).__name__}"
+    raise KfacpackError(f"{problem}. For your own module, use kp.estimate, kp.linearize or kp.Regularizer")
 
 
 def _check_device(device: str | torch.device) -> torch.device:

@@ -1,12 +1,12 @@
 """Causal language models from transformers, such as `lm:HuggingFaceTB/SmolLM2-135M` or `lm:DIR`.
 
 f is the final hidden state, after the last norm, at the positions that predict the answer. An example has one row of f
-for each of these positions. They depend on the task:
+for each of these positions. The positions depend on the task:
 
 - If the data has the columns `prompt` and `completion`, the completion is predicted.
-- If the task's template has an answer of several tokens, all answers are predicted. Each example consists of K
-  sequences, each of which is the prompt followed by one answer; the shape of a batch is (N, K, length).
-- For any other task, only the first token after the prompt is predicted. Each example has one row.
+- If any of the K answers in the task's template has several tokens, all answers are predicted. Each example consists of
+  K sequences: each sequence is the prompt, followed by one of the answers. A batch has shape (N, K, length).
+- For any other task, only the first token after the prompt is predicted. Each example has one row of f.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kfacpack.models.prompts import CONFIG_KEY, PromptStyle, answers, label_word
 from kfacpack.tasks.task import COMPLETION_COLUMNS, Example
 
 EXPERTS = ("expert", "moe", "router")
-"""Substrings of the lower-cased class names of mixture-of-experts modules."""
+"""Lower-case substrings that identify the class names of mixture-of-experts modules."""
 
 
 class CausalLMFamily:
-    """Causal language models: Llama, Qwen, Mistral, GPT-2, SmolLM and others with one linear output layer."""
+    """Causal language models with one linear output layer, such as Llama, Qwen, Mistral, GPT-2 and SmolLM."""
 
     prefix = name = "lm"
     form = "lm:NAME_OR_DIR"
@@ -115,7 +115,7 @@ class CausalLMFamily:
 
 
 class AnswerTexts:
-    """A preprocessor that turns examples into sequences of tokens: prompts, which answers may follow.
+    """A preprocessor that turns examples into token sequences: prompts, optionally followed by answers.
 
     The prompt and the answer are tokenized separately, so that the tokens of an answer do not depend on the prompt.
 
@@ -156,7 +156,7 @@ class AnswerTexts:
         return {key: tensor.unflatten(0, (len(rows), len(labels))) for key, tensor in batch.items()}
 
     def answer_tokens(self, task: str) -> tuple[tuple[int, ...], ...] | None:
-        """Returns the tokens of each answer in a task's template, or None if no answer has several tokens."""
+        """Returns the tokens of each answer in a task's template, or None if no answer has more than one token."""
         words = answers(task, self._style).values()
         tokens = tuple(tuple(self._tokenizer(word, add_special_tokens=False).input_ids) for word in words)
         return tokens if any(len(answer) > 1 for answer in tokens) else None
@@ -179,13 +179,13 @@ class AnswerTexts:
         return tokens if end is None or not tokens else [*tokens, end]
 
     def _sequence(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Returns the prompt and the answer. If the total exceeds the limit, the start of the prompt is left out."""
+        """Returns the prompt and the answer. If they exceed the length limit, the start of the prompt is left out."""
         if not prompt or not answer:
             text = "" if not prompt else f" after the prompt {self._excerpt(prompt)}"
             part = "completion" if prompt else "prompt"
             raise KfacpackError(f"{self._model}: an example has an empty {part}{text}; expected at least one token")
         if len(answer) >= self.limit:
-            problem = f"the completion after {self._excerpt(prompt)} has {len(answer)} tokens, including the end token"
+            problem = f"the completion of {self._excerpt(prompt)} has {len(answer)} tokens, including the end token"
             remedy = f"expected at most {self.limit - 1}, to leave room for the prompt. Shorten or remove this example"
             raise KfacpackError(f"{self._model}: {problem}; {remedy}")
         return prompt[-(self.limit - len(answer)) :], answer
@@ -200,8 +200,8 @@ class AnswerTexts:
 
         Args:
             sequences: For each sequence, the tokens of the prompt and of the answer.
-            included: Number of answer tokens to include; None includes all. The last one is included although it
-                predicts nothing, because it is the token that the position before it has to predict.
+            included: Number of answer tokens to include in the sequences; None includes all of them. The last answer
+                token predicts nothing, but the position before it has to predict this token.
         """
         rows = [[*prompt, *answer[:included]] for prompt, answer in sequences]
         length = max(map(len, rows), default=0)
@@ -234,21 +234,21 @@ def _causal_class(config: Any, name: str) -> Any:
 
 
 def _require_dense_layers(module: nn.Module, name: str) -> None:
-    """Checks that a model is not a mixture of experts, which uses different weights for different tokens."""
+    """Checks that a model is not a mixture of experts, which would use different weights for different tokens."""
     for path, child in module.named_modules():
         if any(part in type(child).__name__.lower() for part in EXPERTS):
             problem = f"lm:{name} is a mixture of experts: {path!r} is a {type(child).__name__}"
-            reason = "its experts process different tokens in every batch, which the estimate does not support"
+            reason = "its experts process different tokens in every batch, so their curvature cannot be estimated"
             raise KfacpackError(f"{problem}; {reason}. Use a dense model")
 
 
 def _require_linear_output(module: Any, output_layer: Tensor, name: str) -> None:
-    """Checks, for an input of two tokens, that the logits are the output layer times the final hidden state."""
+    """Checks with a short input that the logits are the product of the output layer and the final hidden state."""
     tokens = torch.tensor([[1, 2]], device=output_layer.device)
     with torch.no_grad():
         expected = module(input_ids=tokens, use_cache=False).logits[0].float()
         hidden = module.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
     tolerance = torch.finfo(output_layer.dtype).eps ** 0.5 * float(expected.abs().max())
     if not torch.allclose((hidden @ output_layer.T).float(), expected, rtol=0, atol=tolerance):
-        problem = f"lm:{name} ({module.config.model_type}): its logits are not the product of its output layer and f"
-        raise KfacpackError(f"{problem}; models with a bias, scale or cap on their logits are not supported")
+        problem = f"lm:{name} ({module.config.model_type}): the logits are not the product of the output layer and f"
+        raise KfacpackError(f"{problem}; models that scale or cap their logits, or add a bias, are not supported")

@@ -1,7 +1,7 @@
 """CLIP models from transformers, such as `clip:openai/clip-vit-base-patch32` or `clip:DIR`.
 
-f is the normalised image embedding, which equals that of the open_clip family for the same weights. The names of the
-vision tower's parameters start with `vision_model.`, as in published state dicts of `CLIPVisionModel`.
+f is the normalised image embedding. For the same weights, it equals f of the open_clip family. The names of the vision
+tower's parameters start with `vision_model.`, as in published state dicts of `CLIPVisionModel`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kfacpack.models.weights import CheckpointFolder, check_safetensors, format_
 POSITIONS = "vision_model.embeddings.position_embedding.weight"
 """Name of the position embedding, which is resampled if the image size changes."""
 FROZEN = ("vision_model.embeddings.patch_embedding.*", "vision_model.embeddings.position_embedding.*")
-"""Patch and position embeddings of the vision tower."""
+"""fnmatch patterns of the patch and position embeddings of the vision tower."""
 TEXT = ("text_model.", "text_projection.", "logit_scale")
 """Prefixes of the parameters that f does not depend on."""
 PROJECTION = "visual_projection."
@@ -54,15 +54,16 @@ class ClipFamily:
     prefix = name = "clip"
     form = "clip:NAME_OR_DIR"
     takes_folder = True
-    f = "the normalised image embedding of transformers' CLIP"
+    f = "the normalised image embedding of a CLIP model from transformers"
     head = "text"
     prompt_styles: tuple[PromptStyle, ...] = ()
 
     def load(self, request: ModelRequest) -> Model:
         """Loads a model.
 
-        If the weights lack the text tower, no head can be built from texts. A folder saved by `CLIPVisionModel`
-        contains no projection; f is then the normalised pooled output of the vision tower, and manifests record this.
+        If the text tower is missing from the weights, no head can be built from texts. A folder that was saved by
+        `CLIPVisionModel` contains no projection. In this case, f is the normalised pooled output of the vision tower,
+        and manifests record this.
         """
         name, device, dtype = request.name, request.device, request.dtype
         (config,) = load_components(name, self.prefix, ("AutoConfig",), "config.json and model.safetensors")
@@ -73,7 +74,7 @@ class ClipFamily:
         projected = not any(key.startswith(PROJECTION) for key in missing)
 
         def forward(images: Tensor) -> Tensor:
-            """Returns f, (N, C), for pixels (N, 3, height, width)."""
+            """Returns f, (N, C), for images (N, 3, height, width)."""
             pooled = module.vision_model(pixel_values=images.to(device, dtype)).pooler_output
             return normalize(module.visual_projection(pooled) if projected else pooled, dim=-1)
 
@@ -129,9 +130,9 @@ class ImagePreprocessing(NamedTuple):
     """The image preprocessing that preprocessor_config.json defines."""
 
     resize: int | tuple[int, int]
-    """Length of the shorter edge after resizing, or (height, width)."""
+    """Size in pixels after resizing: length of the shorter edge, or (height, width)."""
     crop: int
-    """Side length of the square that is cropped from the centre."""
+    """Side length in pixels of the square that is cropped from the centre."""
     resample: int
     """Interpolation filter, as an integer value of `PIL.Image.Resampling`."""
     scale: float
@@ -146,7 +147,7 @@ class ImagePreprocessing(NamedTuple):
         return f"resize ({interpolation}, {size}), crop to {self.crop}x{self.crop}, {values}"
 
     def transform(self, image: Image.Image) -> Tensor:
-        """Returns the pixels, (3, crop, crop), that transformers' image processor computes for an RGB image."""
+        """Returns the pixel values, (3, crop, crop), that transformers' image processor computes for an RGB image."""
         width, height = image.size
         if isinstance(self.resize, int):
             short, long = min(width, height), max(width, height)
@@ -199,7 +200,7 @@ def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePre
     Args:
         name: Folder or Hub repository.
         own_size: Image size in the model's config.
-        image_size: Requested image size, for which the sizes in the file are scaled; None for `own_size`.
+        image_size: Requested image size, to which the sizes in the file are scaled; None to use `own_size`.
     """
     config = {**_DEFAULTS, **_preprocessor_config(name)}
     where = f"clip:{name}: preprocessor_config.json"
@@ -212,11 +213,11 @@ def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePre
     unsupported = [key for key in ("do_resize", "do_rescale") if not config.get(key, True)]
     integers = all(isinstance(side, int) for side in (*sides, *(resize if isinstance(resize, tuple) else (resize,))))
     if unsupported or not integers or sides[0] != sides[1]:
-        actual = f"{unsupported[0]} is false" if unsupported else f"size is {size} and crop_size {crop}"
+        actual = f"{unsupported[0]} is false" if unsupported else f"size is {size} and crop_size is {crop}"
         raise KfacpackError(f"{where}: {actual}; expected a config that resizes images and crops them to a square")
     side = int(sides[0])
     if image_size is None and side != own_size:
-        problem = f"produces images of {side} pixels, but the model expects {own_size}"
+        problem = f"produces images of {side}x{side} pixels, but the model expects {own_size}x{own_size} pixels"
         raise KfacpackError(f"{where} {problem}. Correct crop_size, or choose a size with --image-size (image_size)")
     if image_size is not None and image_size != side:
         resize = (
@@ -224,7 +225,8 @@ def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePre
         )
         side = image_size
     if min(resize if isinstance(resize, tuple) else (resize,)) < side:
-        raise KfacpackError(f"{where}: images are resized to {resize} pixels, less than the crop size {side}")
+        problem = f"images are resized to {resize} pixels, which is less than the crop size {side}"
+        raise KfacpackError(f"{where}: {problem}; increase size or reduce crop_size")
     values = config if config.get("do_normalize", True) else {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     mean, std = tuple(values["image_mean"]), tuple(values["image_std"])
     return ImagePreprocessing(resize, side, int(config["resample"]), float(config["rescale_factor"]), mean, std)
@@ -247,7 +249,7 @@ def _preprocessor_config(name: str) -> dict[str, Any]:
 
 
 def _is_absent(repository: str, file: str) -> bool:
-    """Returns whether a Hub repository lacks a file, according to the cache or the Hub."""
+    """Returns whether the cache or the Hub reports that a repository does not contain a file."""
     from huggingface_hub import _CACHED_NO_EXIST, file_exists, try_to_load_from_cache
 
     if try_to_load_from_cache(repository, file) is _CACHED_NO_EXIST:
@@ -259,7 +261,7 @@ def _is_absent(repository: str, file: str) -> bool:
 
 
 def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[Any, frozenset[str]]:
-    """Loads the module for an image size. Returns the module, and the names of the parameters without weights."""
+    """Returns the module for an image size, and the names of the parameters that are missing from the weights."""
     from transformers import CLIPModel, CLIPVisionModelWithProjection
 
     vision = _vision_config(config)
@@ -277,7 +279,7 @@ def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[A
     )
     tower = {name for name in module.state_dict() if name.startswith(TEXT)} if whole else missing
     if missing and missing != tower:
-        problem = f"contains only a part of the text tower: {min(missing)!r} is missing"
+        problem = f"contains only part of the text tower: {min(missing)!r} is missing"
         raise KfacpackError(f"{request.weights or request.name}: {problem}")
     return (module if vision.image_size == image_size else _resize(module, image_size)), missing
 

@@ -32,7 +32,7 @@ class EncoderFamily:
     prefix = name = "hf"
     form = "hf:NAME_OR_DIR"
     takes_folder = True
-    f = "the normalised mean over the tokens of a transformers text encoder"
+    f = "the normalised mean of a text encoder's last hidden state over the tokens"
     head = "prototypes"
     prompt_styles: tuple[PromptStyle, ...] = ()
 
@@ -45,7 +45,7 @@ class EncoderFamily:
         limit = max_length(tokenizer, config)
 
         def forward(input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
-            """Returns f, (N, hidden), the normalised mean over the tokens without padding, for inputs (N, length)."""
+            """Returns f, (N, hidden), for inputs (N, length). Padding tokens are excluded from the mean."""
             mask = attention_mask.to(device)
             inputs = {key: value.to(device) for key, value in inputs.items()}
             hidden = module(input_ids=input_ids.to(device), attention_mask=mask, **inputs).last_hidden_state
@@ -57,7 +57,7 @@ class EncoderFamily:
             columns = text_columns(examples, f"hf:{name}", task)
             if len(columns) > 2:
                 problem = f"expects one text or a pair of texts, but {task!r} has the columns {', '.join(columns)}"
-                raise KfacpackError(f"hf:{name} {problem}; keep at most two text columns in the data")
+                raise KfacpackError(f"hf:{name} {problem}; keep at most two text columns")
             tokens = tokenizer(*columns.values(), padding=True, truncation=True, max_length=limit, return_tensors="pt")
             return dict(tokens)
 

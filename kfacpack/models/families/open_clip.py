@@ -41,11 +41,11 @@ EMBEDDINGS = (
     "visual.trunk.patch_embed.*",
     "visual.trunk.pos_embed",
 )
-"""Patch and position embeddings of open_clip's own vision towers and of vision towers from timm."""
+"""fnmatch patterns of patch and position embeddings, for open_clip's own vision towers and those from timm."""
 RESIZED = ("*positional_embedding", "*pos_embed")
-"""Tensors that open_clip resamples if the image size changes."""
+"""fnmatch patterns of the tensors that open_clip resamples if the image size changes."""
 DEFAULT_TAG = "openai"
-"""Pretrained tag for names that do not contain one."""
+"""Pretrained tag for names that do not contain a tag."""
 TEXT_BATCH_SIZE = 256
 """Number of texts per batch."""
 _PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "fill_color")
@@ -56,7 +56,7 @@ class OpenClipFamily:
 
     prefix = ""
     name = "open_clip"
-    form = "NAME or NAME/TAG of open_clip (ViT-B-32, ViT-B-16/laion2b_s34b_b88k)"
+    form = "NAME or NAME/TAG of an open_clip model (ViT-B-32, ViT-B-16/laion2b_s34b_b88k)"
     takes_folder = False
     f = "the normalised image embedding"
     head = "text"
@@ -66,8 +66,8 @@ class OpenClipFamily:
         """Loads a model.
 
         A tag selects published weights, and the activation and preprocessing with which they were trained. If a weights
-        file is given, the tag selects only the activation and the preprocessing, because files do not record the
-        activation: `ViT-B-32` with a file is the architecture as open_clip configures it, and `ViT-B-32/openai` with a
+        file is given, the tag selects only the activation and the preprocessing, because the file does not record them.
+        For example, `ViT-B-32` with a file uses the default activation of open_clip, whereas `ViT-B-32/openai` with a
         file uses QuickGELU, which OpenAI's weights need.
         """
         spec, weights, image_size, dtype, device, seed, *_ = request
@@ -162,11 +162,11 @@ class OpenClipConfig(NamedTuple):
     name: str
     """Name of the model config in open_clip."""
     pretrained: Mapping[str, Any]
-    """Entry for the weights in open_clip's registry: activation, preprocessing and location on the Hub."""
+    """Entry in open_clip's registry of pretrained weights: activation, preprocessing and location on the Hub."""
     tokenizer: Mapping[str, Any]
     """Arguments for `open_clip.get_tokenizer`."""
     published: Callable[[], tuple[Path, str | None]]
-    """Function that returns the weights file, downloaded if necessary, and its revision."""
+    """Function that returns the weights file, which it downloads if necessary, and the revision of the weights."""
 
 
 def _open_clip_config(spec: str, needs_tag: bool) -> OpenClipConfig:
@@ -199,7 +199,7 @@ def _name_and_tag(spec: str, needs_tag: bool) -> tuple[str, str | None]:
     if DEFAULT_TAG in tags:
         return name, DEFAULT_TAG
     choice = (
-        f"choose one: {', '.join(f'{name}/{tag}' for tag in tags)}"
+        f"choose one of these names: {', '.join(f'{name}/{tag}' for tag in tags)}"
         if tags
         else "open_clip has no weights for this model"
     )
@@ -207,7 +207,7 @@ def _name_and_tag(spec: str, needs_tag: bool) -> tuple[str, str | None]:
 
 
 def _download(pretrained: Mapping[str, Any], model: str) -> Path:
-    """Downloads the safetensors file of a tag. open_clip's own download is not used: it may fall back to a pickle."""
+    """Downloads a tag's safetensors file. open_clip's own download may fall back to a pickle, so it is not used."""
     repository, filename = _hub_file(pretrained)
     if not repository:
         raise KfacpackError(f"{model} is not published as safetensors on the Hub. {LOCAL_WEIGHTS}")
@@ -215,7 +215,7 @@ def _download(pretrained: Mapping[str, Any], model: str) -> Path:
 
 
 def _hub_file(pretrained: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the Hub repository of a tag's weights, or "" if they are not on the Hub, and the name of the file."""
+    """Returns the Hub repository and file name of a tag's weights. The repository is "" if they are not on the Hub."""
     repository, _, filename = pretrained.get("hf_hub", "").rpartition("/")
     return repository, filename or "open_clip_pytorch_model.bin"
 
@@ -240,9 +240,9 @@ def _build_from_file(build: Callable[[Path | None], Any], path: Path, name: str,
 
 @contextmanager
 def _resizable(path: Path) -> Iterator[Path]:
-    """Context manager that yields a file whose position embeddings can be resampled on a CPU.
+    """Context manager that yields the path of a file whose position embeddings can be resampled on a CPU.
 
-    This is `path`, or a temporary copy in float32 if `path` contains half-precision tensors.
+    The result is `path`, or a temporary copy in float32 if the file contains half-precision tensors.
     """
     if all(spec.dtype not in ("F16", "BF16") for spec in Container(path).tensors.values()):
         yield path
@@ -302,7 +302,7 @@ def _text_encoder(
 
 
 def _patterns_outside_vision(module: nn.Module) -> tuple[str, ...]:
-    """Returns fnmatch patterns that match all tensors outside the vision tower and none inside."""
+    """Returns fnmatch patterns that match all tensors outside the vision tower and no tensors inside it."""
     tops = dict.fromkeys(name.partition(".")[::2] for name in module.state_dict() if not name.startswith("visual."))
     return tuple(dict.fromkeys(f"{top}.*" if rest else top for top, rest in tops))
 

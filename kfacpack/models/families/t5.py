@@ -26,7 +26,7 @@ from kfacpack.models.prompts import CONFIG_KEY, PromptStyle, label_words, prompt
 from kfacpack.tasks.task import Example
 
 FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_head*")
-"""Embeddings, position biases and the output layer."""
+"""fnmatch patterns of the embeddings, the position biases and the output layer."""
 
 
 class T5Family:
@@ -73,7 +73,7 @@ class T5Family:
             return {key: tokens[key] for key in ("input_ids", "attention_mask")}
 
         def output_layer() -> Tensor:
-            """Returns the weights of the output layer. T5 v1.0 scales f before this layer; the factor is included."""
+            """Returns the weights of the output layer, including the factor by which T5 v1.0 scales f."""
             # Versions of transformers before 5 have no separate attribute for this factor.
             scales: bool = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
             weight: Tensor = module.lm_head.weight.detach()

@@ -27,7 +27,7 @@ from kfacpack.models.weights import (
 )
 
 RESIZED = ("*pos_embed*",)
-"""Tensors that timm resamples if the image size changes."""
+"""fnmatch patterns of the tensors that timm resamples if the image size changes."""
 
 
 class TimmFamily:
@@ -41,7 +41,7 @@ class TimmFamily:
     prompt_styles: tuple[PromptStyle, ...] = ()
 
     def load(self, request: ModelRequest) -> Model:
-        """Loads a model. The classifier in a weights file may differ from the published one or be missing."""
+        """Loads a model. The classifier in a weights file may be missing or differ from the published classifier."""
         name, weights, image_size, dtype, device, seed, *_ = request
         require(extra="timm", feature=f"timm:{name}")
         with compiler_deferred():
@@ -123,9 +123,9 @@ def _classifiers(pretrained: Any) -> tuple[str, ...]:
 
 
 def _download(pretrained: Any, name: str) -> Path:
-    """Downloads the safetensors file of a model. timm's own download is not used: it may fall back to a pickle."""
+    """Downloads a model's safetensors file. timm's own download may fall back to a pickle, so it is not used."""
     if not pretrained.hf_hub_id:
-        raise KfacpackError(f"timm:{name} has no weights on the Hub. {LOCAL_WEIGHTS}")
+        raise KfacpackError(f"timm:{name} has no published weights on the Hub. {LOCAL_WEIGHTS}")
     return download_weights(pretrained.hf_hub_id, _filename(pretrained), f"timm:{name}")
 
 

@@ -1,4 +1,4 @@
-"""Loads configs, tokenizers and weights with transformers; shared by the `t5:`, `lm:`, `hf:` and `clip:` families."""
+"""Functions that load configs, tokenizers and weights with transformers, for `t5:`, `lm:`, `hf:` and `clip:` models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def public_name(name: str) -> str:
-    """Returns the name of a model to record in manifests: `name`, or its last component if it is a folder."""
+    """Returns the model name to record in manifests: `name`, or only its last component if `name` is a folder."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
@@ -60,7 +60,7 @@ def config_and_tokenizer(request: ModelRequest, prefix: str) -> tuple[Any, Any]:
     """Loads the config and the tokenizer of a text model.
 
     Args:
-        request: Request whose name is a folder, or a Hub repository if there is no such folder.
+        request: Request for the model. Its name is a folder, or a Hub repository if there is no such folder.
         prefix: The family's prefix, for error messages.
 
     Returns:
@@ -95,14 +95,14 @@ def load_components(name: str, prefix: str, classes: tuple[str, ...], parts: str
     require("transformers", feature=f"{prefix}:{name}")
     looks_local = name.startswith((".", "/", "~"))
     if looks_local and not Path(name).is_dir():
-        raise KfacpackError(f"{prefix}:{name}: no such directory; expected one with {parts}")
+        raise KfacpackError(f"{prefix}:{name}: no such folder; expected a folder with {parts}")
     with quiet_transformers():
         import transformers
 
         try:
             return [getattr(transformers, loader).from_pretrained(name, trust_remote_code=False) for loader in classes]
         except Exception as error:  # a damaged folder can raise any error of transformers, tokenizers or the Hub
-            expected = f"Expected a directory with {parts}, or a Hub repository"
+            expected = f"Expected a folder with {parts}, or a Hub repository"
             components = " and ".join(loader.removeprefix("Auto").lower() for loader in classes)
             problem = f"{prefix}:{name}: the {components} cannot be loaded: {first_line(error)}"
             raise KfacpackError(f"{problem}. {expected}") from error
@@ -120,7 +120,7 @@ def load_pretrained(
         unused: Name prefixes of parameters that f does not use and that may be missing.
 
     Returns:
-        The module in eval mode on its device, and the names of the missing parameters.
+        The module, in eval mode and on the requested device, and the names of the missing parameters.
 
     Raises:
         KfacpackError: If the weights cannot be loaded, or weights that f uses are missing.
@@ -169,8 +169,8 @@ def load_layerwise(
         unused: Name prefixes of parameters that f does not use and that may be missing.
 
     Returns:
-        The module in eval mode, the names of the missing parameters, and the source of the weights of layers that are
-        not in memory. The source is None if all weights are in memory.
+        The module in eval mode, the names of the missing parameters, and the object that loads the weights of layers
+        when they are used. The last value is None if all weights are in memory.
 
     Raises:
         KfacpackError: If the weights cannot be loaded, or weights that f uses are missing.
@@ -205,7 +205,7 @@ def _weight_files(name: str) -> list[Path]:
 def _files_in(folder: Path) -> list[Path]:
     """Returns the safetensors files in a folder.
 
-    If the folder contains an index, only the files that the index lists are returned. If it also contains
+    If the folder contains an index, only the files that the index lists are returned. If the folder also contains
     `model.safetensors`, only this file is returned.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -222,10 +222,10 @@ def _files_in(folder: Path) -> list[Path]:
 def identity_fields(
     request: ModelRequest, family: str, config: Any, module: Any, tokenizer: Any, missing: frozenset[str]
 ) -> dict[str, Any]:
-    """Returns the fields of `Model` that do not depend on f: its identity, its module and its checkpoint.
+    """Returns the fields of a `Model` that do not depend on f, such as the name, the module and the checkpoint.
 
     Args:
-        request: The request for which the model was loaded.
+        request: The request with which the model was loaded.
         family: Name of the family.
         config: The model's config.
         module: Module of the loaded model.
@@ -247,7 +247,7 @@ def transformers_checkpoint(module: Any, tokenizer: Any, missing: frozenset[str]
     Args:
         module: Module to save.
         tokenizer: Tokenizer to save.
-        missing: Names of parameters to leave out. They were missing when the model was loaded, and have random values.
+        missing: Names of the parameters to leave out, because they were missing when the model was loaded.
     """
 
     def fill(folder: Path) -> None:
@@ -279,13 +279,13 @@ def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str
     for example in examples:
         for column, value in example.items():
             if not isinstance(value, str):
-                problem = f"column {printable(column)!r} of {task!r} contains {type(value).__name__}"
+                problem = f"column {printable(column)!r} of {task!r} contains a value of type {type(value).__name__}"
                 raise KfacpackError(f"{model} expects texts, but {problem}; use an image model")
     return {column: [example[column] for example in examples] for column in columns}
 
 
 def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model: str) -> Tensor:
-    """Returns the rows of an output layer for the first token of each word, (K, C), in at least float32.
+    """Returns the rows of an output layer that predict the first token of each word, (K, C), in at least float32.
 
     Args:
         output_layer: Weights of the output layer, (vocabulary, C).
@@ -294,17 +294,17 @@ def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model:
         model: Name of the model, for error messages.
 
     Raises:
-        KfacpackError: If a word has no token.
+        KfacpackError: If the tokenizer returns no token for a word.
     """
     ids = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
     if without_token := [word for word, tokens in zip(words, ids, strict=True) if not tokens]:
-        problem = f"{model} has no token for class {without_token[0]!r}"
+        problem = f"the tokenizer of {model} returns no token for the word {without_token[0]!r}"
         raise KfacpackError(f"{problem}; use --head prototypes (head='prototypes' or kind='prototypes')")
     return at_least_float32(output_layer[torch.tensor(ids, device=output_layer.device).squeeze(1)])
 
 
 def embedding_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the word, position and token type embeddings, but not of the norm that follows them."""
+    """Returns the names of the word, position and token type embeddings, but not of the following norm."""
     return tuple(f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding))
 
 

@@ -31,7 +31,7 @@ def with_method_list(docstring: str) -> str:
     """Replaces the line `{methods}` in a docstring with a list of all methods and their settings.
 
     Args:
-        docstring: A docstring that contains the line.
+        docstring: A docstring that contains this line.
     """
     lines = []
     for name, method in METHODS.items():

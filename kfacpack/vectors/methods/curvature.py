@@ -4,9 +4,9 @@ In each block, let G_t be the curvature for task t and W_t the matrix of α_t τ
 
     argmin over W of  Σ_t w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖²,
 
-which `merging/solve.py` computes. The methods differ in G_t:
+which `merging/solve.py` computes. The methods differ in the choice of G_t:
 
-- `curvature`: the G_t in the bundle, which has the form Σ B ⊗ A or is one matrix for the whole block.
+- `curvature`: the G_t in the bundle for task t, which has the form Σ B ⊗ A or is one matrix for the whole block.
 - `regmean` (Jin et al., 2023): I ⊗ A_t, where A_t is computed only from the inputs of the layer. As in the paper, the
   off-diagonal entries of A_t are reduced. Blocks without A take the value of the prior.
 - `fisher` (Matena and Raffel, 2022): the diagonal of G_t.
@@ -14,12 +14,12 @@ which `merging/solve.py` computes. The methods differ in G_t:
   the value of the prior.
 
 The prior W_0 determines the result in directions without curvature. With the prior `sum`, the result in these
-directions is that of task arithmetic. In all methods, the result is linear in the α_t.
+directions is the same as in task arithmetic. In all methods, the result is linear in the α_t.
 
-For `curvature`, κ v / ‖τ‖² is added to this ε, where ‖τ‖² is averaged over the vectors, v is the scale of f and κ is
-the setting `negligible_drift`. By default, κ is chosen so that a drift (mean squared change in f) of κ v hardly affects
-predictions. If the vectors change f substantially, this part is small compared with the curvature. If they change f
-only slightly, there is little interference to remove, and this part brings the result closer to the prior.
+For `curvature`, the term κ v / ‖τ‖² is added to ε, where ‖τ‖² is averaged over the vectors, v is the scale of f and κ
+is the setting `negligible_drift`. The default κ is chosen so that a drift (mean squared change in f) of κ v hardly
+affects predictions. If the vectors change f substantially, this term is small compared with the curvature. If they
+change f only slightly, there is little interference to remove, and the term brings the result closer to the prior.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ DAMPING_HELP = "ε, the weight of the prior, relative to the mean eigenvalue of 
 PRIORS = ("sum", "mean", "zero")
 PRIOR_HELP = "Result in directions without curvature: the sum of the vectors, their mean, or zero."
 CURVATURE_DAMPING, NEGLIGIBLE_DRIFT = 0.02, 0.004
-"""Defaults of `curvature`. They were chosen on validation examples of six tasks of `tiny`, the small CLIP model in the
-package, with seeds that no published result uses (docs/results)."""
+"""Defaults of `curvature`. They were chosen on validation examples of six tasks with `tiny`, the small CLIP model in
+the package, with seeds that no published result uses (docs/results)."""
 NEGLIGIBLE_DRIFT_HELP = (
     "κ, a drift of f that hardly affects predictions, relative to the scale of f. ε has a term proportional to κ/‖τ‖², "
     "which keeps the result close to the prior if the vectors change f only slightly."
 )
 WEIGHTS = ("equal", "size")
-WEIGHTS_HELP = "Weights of the tasks: equal, or in proportion to the sizes of their datasets, with a mean of one."
+WEIGHTS_HELP = "Weights of the tasks: equal, or in proportion to the sizes of their datasets, scaled to a mean of one."
 TOLERANCE = 1e-2
-"""Default tolerance. On six tasks of `tiny`, the small CLIP model in the package, a smaller tolerance lowers the
-objective further by less than 0.2 % of the total decrease (docs/results)."""
+"""Default tolerance. On six tasks with `tiny`, the small CLIP model in the package, a smaller tolerance would increase
+the total decrease of the objective by less than 0.2 % (docs/results)."""
 TOLERANCE_HELP = "Relative residual at which the iterative solver stops."
 ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 
@@ -73,7 +73,7 @@ class BlockMethod(MergeMethod):
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         """Raises an error, because `solve` merges parameters in blocks."""
-        raise KfacpackError(f"{self.name}: merges blocks of parameters, not the single parameter {name!r}")
+        raise KfacpackError(f"{self.name}: merges parameters only in blocks, so {name!r} cannot be merged separately")
 
     def solve(
         self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], on_progress: OnProgress
@@ -100,19 +100,19 @@ class BlockMethod(MergeMethod):
         return block_tasks(bundles, shapes, self.structure_of)
 
     def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
-        """Converts the G of a block to the matrix that the method uses, or to None if the method cannot use this G."""
+        """Returns the matrix that the method uses in place of a block's G, or None if it cannot use this G."""
         return structure
 
 
 @dataclass(frozen=True)
 class CurvatureMethod(BlockMethod):
-    """Curvature merging: minimises the differences from each vector's outputs on its own task.
+    """Curvature merging: keeps the outputs on each task close to those with the task's own vector.
 
-    The squared differences are predicted with the curvature in the bundles and summed over the tasks.
+    The squared differences between the outputs are predicted with the bundles, and their sum over tasks is minimised.
     """
 
     name = "curvature"
-    help = "Minimises the differences from each vector's outputs on its own task, as predicted by the bundles."
+    help = "Keeps the outputs on each task close to those with the task's own vector, as predicted by the bundles."
     needs_bundles = True
 
     damping: float = setting(CURVATURE_DAMPING, DAMPING_HELP, interval="(0, ∞)")
@@ -122,7 +122,7 @@ class CurvatureMethod(BlockMethod):
     iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
 
     def _absolute_damping(self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle]) -> float:
-        """Returns κ v / ‖τ‖²: κ is `negligible_drift`, v the scale of f, and ‖τ‖² the vectors' mean squared norm.
+        """Returns κ v / ‖τ‖². κ is `negligible_drift`, v is the scale of f, and ‖τ‖² is averaged over the vectors.
 
         Raises:
             KfacpackError: If f is not normalised and no bundle records its scale.
@@ -134,8 +134,8 @@ class CurvatureMethod(BlockMethod):
             return 0.0
         scale = scale_of_f([bundle.input for bundle in bundles])
         if not scale:
-            problem = "does not record the scale of f, although f is not normalised"
-            remedy = "Estimate it again, or pass --negligible-drift 0 (negligible_drift=0)"
+            problem = "does not record the scale of f, which is needed because f is not normalised"
+            remedy = "Estimate the bundle again, or pass --negligible-drift 0 (negligible_drift=0)"
             raise KfacpackError(f"{bundles[0].input.name}: {problem}. {remedy}")
         return self.negligible_drift * scale / norm
 
@@ -145,12 +145,12 @@ class RegMeanMethod(BlockMethod):
     """RegMean: merging with the curvature I ⊗ A, where A is computed only from a layer's inputs."""
 
     name = "regmean"
-    help = "Like curvature, but uses only the factors A of the inputs (RegMean)."
+    help = "Like curvature, but uses only the factors A, which are computed from layer inputs (RegMean)."
     needs_bundles = True
 
     task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
     shrink: float = setting(
-        0.1, "Share by which the off-diagonal entries of A are reduced; the paper's 1 − α.", interval="[0, 1]"
+        0.1, "Fraction by which the off-diagonal entries of A are reduced; 1 − α in the paper.", interval="[0, 1]"
     )
 
     def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
@@ -199,10 +199,10 @@ class FisherMethod(BlockMethod):
 
 @dataclass(frozen=True)
 class ActMatMethod(BlockMethod):
-    """ACTMat: like RegMean, but with W_tᵀ W_t, computed from the vectors, in place of A. It needs no bundles."""
+    """ACTMat: like RegMean, but with W_tᵀ W_t in place of A, where W_t is a matrix of vector t. It needs no bundles."""
 
     name = "actmat"
-    help = "Like regmean, but uses WᵀW for each vector's matrices W in place of A; needs no bundles (ACTMat)."
+    help = "Like regmean, but uses WᵀW in place of A, where W is a matrix of the vector (ACTMat). Needs no bundles."
 
     def _tasks(
         self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], shapes: ParameterShapes
@@ -235,7 +235,7 @@ class RefineMethod(MergeMethod):
     scale = "α multiplies the result; α = 1 gives the minimum of the objective"
     needs_bundles = True
 
-    strength: float = setting(1.0, "Factor λ for the curvature of the other tasks.", interval="[0, ∞)")
+    strength: float = setting(1.0, "λ, the factor of the curvature for the other tasks.", interval="[0, ∞)")
     damping: float = setting(DAMPING, DAMPING_HELP, interval="(0, ∞)")
     task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
     tolerance: float = setting(TOLERANCE, TOLERANCE_HELP, interval="(0, 1)")
@@ -243,7 +243,7 @@ class RefineMethod(MergeMethod):
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         """Raises an error, because `solve` refines parameters in blocks."""
-        raise KfacpackError(f"{self.name}: refines blocks of parameters, not the single parameter {name!r}")
+        raise KfacpackError(f"{self.name}: refines parameters only in blocks, so {name!r} cannot be refined separately")
 
     def solve(
         self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], on_progress: OnProgress
@@ -252,7 +252,8 @@ class RefineMethod(MergeMethod):
 
         Args:
             inputs: The vector, and the same vector with α = 0, which is the target for the other tasks.
-            bundles: Bundles for the vector's own tasks, assigned to index 0, and for other tasks, assigned to index 1.
+            bundles: Bundles for the vector's own tasks, which are assigned to index 0, and bundles for other tasks,
+                which are assigned to index 1.
             on_progress: Called with the number of blocks done and the total number.
         """
         from kfacpack.merging.solve import SolveSettings
@@ -283,7 +284,7 @@ def _shrink_off_diagonal(matrix: Matrix, share: float) -> Matrix:
 
 
 def _own_curvature(vector: MethodInput, name: str) -> BlockStructure:
-    """Returns I ⊗ WᵀW for the matrix W in a vector, without the vector's factor α."""
+    """Returns I ⊗ WᵀW, where W is the vector's change to a parameter, not multiplied by α."""
     import torch
 
     from kfacpack.curvature.blocks import Kronecker

@@ -1,17 +1,18 @@
 """Merge methods based on singular values: TSV-M, Iso-C and Iso-CTS. Matrices have shape (m, n), and r = min(m, n).
 
-TSV-M (Gargiulo et al., 2025) merges task singular vectors after making them orthogonal to each other. For each task's
-matrix, the largest ⌊r / T⌋ singular values (at least one) and their vectors are kept. The left singular vectors of all
-tasks are concatenated and replaced by the nearest matrix U with orthonormal columns; the right singular vectors are
-likewise replaced by V. The result is U diag(s) Vᵀ. Nothing is averaged: tasks whose singular vectors are orthogonal to
-each other are added unchanged, and a single vector is not changed.
+TSV-M (Gargiulo et al., 2025) merges task singular vectors after making them orthogonal to each other. For each of the
+T tasks, the largest ⌊r / T⌋ singular values of the matrix (at least one) and their singular vectors are kept. The left
+singular vectors of all tasks are concatenated and replaced by the nearest matrix U with orthonormal columns. The right
+singular vectors are likewise replaced by V. The result is U diag(s) Vᵀ, where s contains all singular values that are
+kept. Nothing is averaged: matrices whose singular vectors are orthogonal to each other are added unchanged, and a
+single vector is not changed.
 
-The paper multiplies the result by α and finds that 1 works without validation data. As in the authors' code, only
-parameters with two dimensions are treated as matrices. All others (biases, norms, tokens, convolution kernels) are
-summed here; the authors' code averages them, as does the setting `mean`.
+The paper multiplies the result by α and finds that α = 1 works well without validation data. As in the authors' code,
+only parameters with two dimensions are treated as matrices. All other parameters (biases, norms, tokens, convolution
+kernels) are summed here. The authors' code averages them, as does the setting `mean`.
 
-Isotropic merging (Marczak et al., 2025): Iso-C sums the matrices and replaces all singular values of the sum by their
-mean, which preserves the nuclear norm.
+Isotropic merging (Marczak et al., 2025) makes singular values equal. Iso-C sums the matrices and replaces all singular
+values of the sum by their mean, which preserves the nuclear norm.
 
 Iso-CTS combines common and task-specific directions. The share `common` of the sum's singular vectors is kept. The
 component of each task's matrix Δ_t in the span of the common left vectors U is removed, leaving Δ_t − U Uᵀ Δ_t. The
@@ -19,8 +20,8 @@ leading singular vectors of these remainders are added, the same number for each
 total. All directions are made orthogonal to each other, as in TSV-M, and each of their singular values is replaced by
 the mean of these values. For a single vector, Iso-CTS equals Iso-C.
 
-The paper multiplies the result by α, chosen on validation data. Parameters that are not matrices are summed here; the
-authors' code averages them, as does the setting `mean`.
+The paper multiplies the result by α, which is chosen on validation data. Parameters that are not matrices are summed
+here. The authors' code averages them, as does the setting `mean`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MEAN_HELP = "Average the parameters that are not matrices instead of summing them, as in the authors' code."
+MEAN_HELP = "Average parameters that are not matrices, as in the authors' code, instead of summing them."
 ROUNDING = 2.0**-23
-"""Singular values below this share of the largest one are zero up to rounding in float32.
+"""Singular values below this fraction of the largest singular value are zero up to rounding errors in float32.
 
 The corresponding singular vectors are arbitrary, so using them would add noise.
 """
@@ -51,7 +52,7 @@ class SingularVectors(NamedTuple):
     Vh: Tensor
 
     def first(self, k: int) -> SingularVectors:
-        """Returns a copy of the k largest singular values and their vectors, so that the others can be freed."""
+        """Returns a copy of the k largest singular values and their vectors, so that all others can be freed."""
         return SingularVectors(self.U[:, :k].clone(), self.s[:k].clone(), self.Vh[:k].clone())
 
 
@@ -102,8 +103,8 @@ class TsvMethod(MergeMethod):
     name = "tsv"
     help = "Keeps the leading singular vectors of each task's matrices and makes them orthogonal to each other (TSV-M)."
     scale = (
-        "α is that of the paper, which recommends 1; parameters that are not matrices are summed or, with 'mean', "
-        "averaged as in the authors' code"
+        "α is the factor in the paper, which recommends 1; parameters that are not matrices are summed or, with "
+        "'mean', averaged as in the authors' code"
     )
 
     mean: bool = setting(False, MEAN_HELP)
@@ -119,8 +120,8 @@ class TsvMethod(MergeMethod):
 
 
 SCALE = (
-    "α is the paper's, which is chosen on validation data; parameters that are not matrices are summed or, with "
-    "'mean', averaged as in the authors' code"
+    "α is the factor in the paper, where it is chosen on validation data; parameters that are not matrices are summed "
+    "or, with 'mean', averaged as in the authors' code"
 )
 
 
@@ -182,8 +183,8 @@ def split_rank(r: int, tasks: int, common: float) -> tuple[int, int]:
         common: Desired share of directions from the sum.
 
     Returns:
-        k and s with k + T · s = r: k directions from the sum, with k / r as close to `common` as possible, and s from
-        each task.
+        k and s with k + T · s = r: k directions from the sum, with k / r as close to `common` as possible, and s
+        directions from each task.
     """
     s = min(round((r - int(r * common)) / tasks), r // tasks)
     return r - s * tasks, s

@@ -4,9 +4,9 @@ A method merges T vectors, each multiplied by its α. By default, the result has
 rather than of their mean, so it is applied with α = 1. For every method, multiplying all α by any number c, which may
 be negative, multiplies the result by c.
 
-A method is a dataclass; its fields are its settings, each declared by `setting`. The command line, plans and the
-documentation take the settings' names, defaults, ranges and help texts from these fields. The modules that define
-methods import torch only when a method runs, because `kfacpack --help` imports these modules.
+A method is a dataclass whose fields are its settings. Each field is declared with `setting`. The command line, plans
+and the documentation take the settings' names, defaults, ranges and help texts from these fields. The modules that
+define methods import torch only when a method runs, because `kfacpack --help` imports these modules.
 
 Task arithmetic (Ilharco et al., 2023) is the sum Σ α_t τ_t.
 """
@@ -42,7 +42,7 @@ class MethodInput(NamedTuple):
     digest: str
 
     def read(self, name: str) -> Tensor:
-        """Returns α τ of one parameter in float64."""
+        """Returns α τ for one parameter, in float64."""
         return self.alpha * self.tensors[name].double()
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
@@ -54,7 +54,7 @@ class MethodInput(NamedTuple):
         return (self.alpha * U.double(), V.double()) if self.alpha else (U[:, :0].double(), V[:0].double())
 
     def squared_norm(self) -> float:
-        """Returns ‖τ‖² over all parameters, without α. If a change is stored as factors, U V is not computed."""
+        """Returns ‖τ‖² over all parameters, without α. For changes that are stored as factors, U V is not computed."""
         total = 0.0
         for name in self.tensors:
             pair = self.tensors.factors(name)
@@ -83,11 +83,11 @@ class DeclaredSetting(NamedTuple):
     name: str
     default: Any
     help: str
-    """One sentence for the command line and the documentation."""
+    """Description for the command line and the documentation, in one sentence."""
     interval: str
-    """Interval of valid numbers, such as "(0, 1]"; empty for other types."""
+    """Interval of valid numbers, such as "(0, 1]"; empty if the setting is not a number."""
     choices: tuple[str, ...]
-    """Valid strings; empty for other types."""
+    """Valid strings; empty if the setting is not a string."""
 
     def problem(self, value: Any) -> str | None:
         """Returns a description of the values that the setting accepts, or None if the value is valid."""
@@ -112,9 +112,9 @@ def setting(default: Any, help: str, *, interval: str = "", choices: Sequence[st
 
     Args:
         default: Default value, which also defines the type: bool, int, float or str.
-        help: One sentence for the command line and the documentation.
-        interval: Interval of valid numbers, such as "(0, 1]" or "[1, ∞)"; required for numbers.
-        choices: Valid strings; required for strings.
+        help: Description for the command line and the documentation, in one sentence.
+        interval: Interval of valid numbers, such as "(0, 1]" or "[1, ∞)". Required if the default is a number.
+        choices: Valid strings. Required if the default is a string.
     """
     return field(default=default, metadata={"help": help, "interval": interval, "choices": tuple(choices)})
 
@@ -182,7 +182,7 @@ class MergeMethod(ABC):
     def solve(
         self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], on_progress: OnProgress
     ) -> SolvedParameters | None:
-        """Merges all parameters at once, for methods that work on blocks of parameters.
+        """Merges all parameters at once. Implemented by methods that work on blocks of parameters.
 
         Args:
             inputs: The task vectors.

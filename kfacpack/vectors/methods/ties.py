@@ -2,13 +2,13 @@
 
 TIES (Yadav et al., 2023) trims the vectors, elects signs, and sums the entries that agree in sign. From each vector,
 the share `keep` of entries with the largest magnitudes is kept, counted over all of its parameters together; entries
-that tie with the smallest kept magnitude are kept as well. For each entry of the model, the sign of Σ α_t τ_t over the
-kept entries is elected; entries with that sign are summed, and the others are dropped. If the sum is zero, no sign is
+that tie with the smallest kept magnitude are kept as well. At each position, the sign of Σ α_t τ_t over the kept
+entries is elected; entries with that sign are summed, and the others are dropped. If the sum is zero, no sign is
 elected and the result is zero.
 
-The paper takes the mean of the entries that agree and multiplies it by λ, which is 1 if there is no validation data.
-This implementation takes their sum, so that vectors that do not overlap are added as in task arithmetic. With `mean`,
-the result matches the paper, and α is the paper's λ.
+The paper multiplies the mean of the entries that agree in sign by λ, which is 1 if there is no validation data. This
+implementation uses the sum of these entries, so that vectors that do not overlap are added as in task arithmetic. With
+`mean`, the result matches the paper, and α is the paper's λ.
 
 DARE (Yu et al., 2024) drops entries of each vector at random and rescales the others. Each entry is dropped with
 probability `drop` and the others are divided by 1 − drop, so that the expected value is τ. The vectors are then summed.
@@ -42,14 +42,14 @@ class TiesMethod(MergeMethod):
     name = "ties"
     help = "Keeps the largest entries of each vector, elects a sign per position and sums the entries with this sign."
     scale = (
-        "α multiplies the sum of the entries that agree in sign; the paper multiplies their mean by λ, which is 1 if "
-        "there is no validation data; with 'mean', α is this λ"
+        "α multiplies the sum of the entries that agree in sign; in the paper, λ multiplies their mean and is 1 if "
+        "there is no validation data; with 'mean', α is the λ of the paper"
     )
 
     keep: float = setting(
-        0.2, "Share of each vector's entries to keep, largest magnitudes first; the paper's k.", interval="(0, 1]"
+        0.2, "Share of each vector's entries to keep, largest magnitudes first; k in the paper.", interval="(0, 1]"
     )
-    mean: bool = setting(False, "Average the entries that agree in sign instead of summing them, as in the paper.")
+    mean: bool = setting(False, "Average the entries that agree in sign, as in the paper, instead of summing them.")
 
     def begin(self, inputs: Sequence[MethodInput]) -> MergedParameter:
         """Finds the smallest magnitude to keep in each vector, and returns a function that merges one parameter."""
@@ -88,8 +88,8 @@ def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
     """Finds the smallest magnitude among the largest entries, which make up the share `keep` of all entries.
 
     Only one parameter is in memory at a time. Magnitudes in float32 have the same order as their bits read as integers.
-    A first pass counts the magnitudes by the upper half of their bits, which gives the upper half of the threshold. A
-    second pass counts only the magnitudes with this upper half, by the lower half of their bits. The result is exact.
+    A first pass counts the magnitudes by the upper half of their bits, which gives the upper bits of the threshold. A
+    second pass counts only the magnitudes with these upper bits, by the lower half of their bits. The result is exact.
 
     Args:
         tensors: Tensors by parameter name.
@@ -125,7 +125,7 @@ def _count_halves(tensors: Mapping[str, Tensor], upper: int | None = None) -> Te
 
 
 def _nth_largest(counts: Tensor, n: int) -> tuple[int, int]:
-    """Returns the bin of the n-th largest value, where n counts from 1, and its rank among the values of that bin."""
+    """Returns the bin of the n-th largest value, where n starts at 1, and its rank among the values in this bin."""
     import torch
 
     from_above = counts.flip(0).cumsum(0)
@@ -140,12 +140,10 @@ class DareMethod(MergeMethod):
 
     name = "dare"
     help = "Drops entries at random, rescales the others and sums the vectors."
-    scale = (
-        "α is the scaling coefficient of task arithmetic, by which the paper merges the vectors after dropping entries"
-    )
+    scale = "α is the scaling coefficient of task arithmetic, which the paper applies after dropping entries"
 
-    drop: float = setting(0.9, "Probability of dropping an entry; the paper's p.", interval="[0, 1)")
-    seed: int = setting(0, "Seed of the random choice of the dropped entries.", interval=f"[0, {2**64 - 1}]")
+    drop: float = setting(0.9, "Probability of dropping an entry; p in the paper.", interval="[0, 1)")
+    seed: int = setting(0, "Seed for the random choice of the dropped entries.", interval=f"[0, {2**64 - 1}]")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         """Returns the merged change to one parameter."""
