@@ -145,10 +145,10 @@ M, D, N = range(3)
 
 
 def compare(before: Sequence[Matrix], after: Sequence[Matrix]) -> FactorPair:
-    """Computes the inner products and traces of the original and compressed matrices on one side of a block.
+    """Computes the inner products and traces of the original matrices and of the errors of their compression.
 
     Args:
-        before: The original matrices, one per term. All of them are unpacked at once.
+        before: The original matrices on one side of a block, one per term. All of them are unpacked at once.
         after: The compressed matrices, one per term.
 
     Returns:

@@ -68,7 +68,7 @@ class SegmentPlans:
     layers: list[BlockPlan]
     head: BlockPlan
     reference: Tensor
-    """The output f for the first example, (C,)."""
+    """The first row of f for the first example, (C,)."""
     zero_gradients: list[int]
     """Number of operations whose gradients are zero for the traced example, by segment."""
     bases: list[Base | None]

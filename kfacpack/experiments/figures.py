@@ -323,7 +323,7 @@ def _in_unit(value: float, unit: float) -> str:
 
 SIDES = {"A": "A (inputs)", "B": "B (gradients)", "G": "G (whole blocks)"}
 MAX_LABELLED = 6
-"""Maximum number of factors whose lines are labelled individually."""
+"""Lines are labelled individually only if there are at most this many factors."""
 
 
 @with_themes

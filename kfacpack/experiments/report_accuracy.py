@@ -25,7 +25,7 @@ from kfacpack.experiments.results_schema import (
 )
 
 _MAX_NORMALISED = 3
-"""Maximum number of merge methods for which the tables by task also contain normalised accuracies."""
+"""The tables of single tasks contain normalised accuracies only if there are at most this many merge methods."""
 _MOSTLY_RECOVERED = 0.75
 """Minimum value of "recovered" for which the report states that vectors can be added as they are."""
 
@@ -382,7 +382,8 @@ def negation(results: Results) -> Section | None:
             )
         columns = ["task", "α", "before", "after", "chance", "removed", "control", "control before", "control after"]
         caption = (
-            f"{arm.name}: the control task keeps at least {first.keep:.0%} of its validation accuracy{_seeds(results)}"
+            f"{arm.name}: test accuracy before and after the vector is subtracted{_seeds(results)}. "
+            f"α is chosen so that the control task keeps at least {first.keep:.0%} of its validation accuracy"
         )
         tables.append(ReportTable(caption=caption, columns=columns, rows=rows))
     if not tables:

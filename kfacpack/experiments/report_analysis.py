@@ -212,7 +212,7 @@ def _task_bundles(results: Results) -> ReportTable:
 
 def _merged_bundles(results: Results) -> ReportTable:
     return ReportTable(
-        caption="Merged bundles, used for the penalty when the vector of the task in the column “without” is trained",
+        caption="Merged bundles for the penalty. “without” is the task whose vector is trained with the bundle",
         columns=["without", "rule", "structure", "seed", "size", "relative error", "file"],
         rows=[
             [

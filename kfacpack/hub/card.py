@@ -231,7 +231,7 @@ def _parse(repository: str, content: str) -> ModelCard:
         return ModelCard(content if content.lstrip().startswith("---") else f"---\n{{}}\n---\n{content}")
     except (ValueError, YAMLError) as error:
         problem = f"the metadata at the top of README.md cannot be parsed: {first_line(error)}"
-        raise HubError(repository, problem, "Correct the metadata on the Hub; the text will be kept") from error
+        raise HubError(repository, problem, "Correct the metadata on the Hub and push again") from error
 
 
 def _set_metadata(card: ModelCard, items: Sequence[Artifact], license: str | None, base_model: str | None) -> None:

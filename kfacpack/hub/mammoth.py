@@ -209,7 +209,7 @@ def _check_shapes(files: Mapping[str, UnpickledTensors], layer: MammothLayer, mo
         spec = files[part].specs[layer.mammoth_name]
         if spec.shape != (side, side) or not spec.dtype.endswith(("F16", "F32", "F64")):
             problem = f"{layer.mammoth_name!r} has dtype {spec.dtype} and shape {list(spec.shape)}"
-            expected = f"expected floats of shape {[side, side]} for {layer.name!r} of {model.name}"
+            expected = f"expected a floating-point tensor of shape {[side, side]} for {layer.name!r} of {model.name}"
             raise KfacpackError(f"{files[part].origin}: {problem}, {expected}. {OTHER_MODEL}")
 
 

@@ -418,8 +418,8 @@ def prototype_head(
     on_progress(0, len(class_of))
     for chosen, f in outputs(model, split, task.name, sorted(class_of), batch_size):
         if len(f) != len(chosen):
-            problem = f"f of {model.name} has several rows per example of {printable(task.name)}"
-            raise KfacpackError(f"{problem}; prototypes need a single row. Use --head words (kind='words')")
+            problem = f"f of {model.name} has several rows for each example of the task {printable(task.name)!r}"
+            raise KfacpackError(f"{problem}; prototypes require one row per example. Use --head words (kind='words')")
         label_list += [class_of[number] for number in chosen]
         parts.append(f.cpu().double())
         on_progress(len(label_list), len(class_of))

@@ -119,7 +119,7 @@ class LayerList:
 
     @contextmanager
     def loaded(self, index: int) -> Iterator[nn.Module]:
-        """Context manager in which the weights of a layer are in memory.
+        """Context manager that loads the weights of a layer, and frees them on exit if they were not in memory before.
 
         Args:
             index: Index of the layer.
@@ -170,7 +170,7 @@ class LayerList:
 
     @contextmanager
     def skipped(self) -> Iterator[None]:
-        """Context manager in which every layer returns the hidden states that it receives."""
+        """Context manager that makes every layer return the hidden states that it receives."""
         with self._replaced(lambda index, args, kwargs: self._wrap(_hidden(args, kwargs))):
             yield
 

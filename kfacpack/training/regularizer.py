@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from kfacpack.curvature.blocks import accumulate, gather_stack
 from kfacpack.curvature.curvature import Curvature, covered_parameters, weights_of_model
 from kfacpack.errors import KfacpackError, SubtractionError, TaskVectorError
-from kfacpack.format.identity import base_task_name, difference, function_difference, share_classes
+from kfacpack.format.identity import difference, function_difference, share_classes
 from kfacpack.merging.inputs import MergeInput, check_addable, scale_of_f
 from kfacpack.merging.subtract import merge_without
 from kfacpack.models.model import Model
@@ -299,9 +299,9 @@ class Regularizer:
 
     @staticmethod
     def _require_persistent(tau: Mapping[str, Tensor], covered: Mapping[str, Tensor]) -> None:
-        """Rejects mappings, such as task vectors, that create new tensors at each access and would lose a `.grad`."""
+        """Rejects mappings, such as task vectors, that create new tensors on each access and would lose a `.grad`."""
         if any(tau[name] is not tensor for name, tensor in covered.items()):
-            problem = f"the tensors of a {type(tau).__name__} are created at each access, so their .grad would be lost"
+            problem = f"a {type(tau).__name__} creates new tensors on each access, so their .grad would be lost"
             raise TaskVectorError(f"{problem}. Pass a dict to which gradients are added: add_grad(tau, grads)")
 
     def precision_loss(self, tau: Mapping[str, Tensor]) -> PrecisionLoss:
@@ -444,8 +444,7 @@ def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
     for other, bundle in protected.items():
         if share_classes(other, task):
             problem = f"{bundle.name} contains {other!r}, which has classes in common with {task!r}"
-            splits = f"other splits of {base_task_name(task)!r} into the same number of parts"
-            remedy = f"Pass only bundles of other tasks, or of {splits}"
+            remedy = f"Pass only bundles of tasks that have no classes in common with {task!r}"
             warnings.warn(_own_task_message(task, f"{problem}. {remedy}"), OwnTaskWarning, stacklevel=4)
             return
 

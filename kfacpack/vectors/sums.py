@@ -158,7 +158,8 @@ def _check_unshared(one: AboutVector, other: AboutVector, names: str, parameter:
     if one.regime == "linear":
         raise TaskVectorError(f"{difference}. Vectors trained in the linearised model must cover the same parameters")
     if {p.name for p in one.base.parameters}.isdisjoint(p.name for p in other.base.parameters):
-        raise TaskVectorError(f"{difference}, and they share no parameter that would identify the base model")
+        reason = "they have no parameter in common, so their base models cannot be compared"
+        raise TaskVectorError(f"{difference}, and {reason}")
     for key in ("family", "name", "revision"):
         values = getattr(one.base, key), getattr(other.base, key)
         if values[0] != values[1]:

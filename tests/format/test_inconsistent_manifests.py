@@ -69,7 +69,7 @@ def test_overlapping_tensors_are_rejected(good, target):
         header["two.weight/B.0"]["shape"] = header["one.weight/B"]["shape"]
 
     message = error_message(forge(good, target, edit))
-    assert re.search(r"tensor '.+': starts at byte \d+, expected \d+", message)
+    assert re.search(r"tensor '.+': starts at byte \d+, expected byte \d+", message)
 
 
 @pytest.mark.parametrize("dtype", ["F128", "I64", 3])
