@@ -376,8 +376,8 @@ def add(
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="Bundle of the task of a vector; repeatable, in any order. Required by the methods "
-        f"{', '.join(name for name, method in METHODS.items() if method.needs_bundles)}.",
+        help="Bundle of a task on which one of the vectors was trained; repeatable, in any order. Required by the "
+        f"methods {', '.join(name for name, method in METHODS.items() if method.needs_bundles)}.",
     ),
     save_model: Path | None = SAVE_MODEL,
     model: str = MODEL_NAME,

@@ -110,7 +110,9 @@ def print_negation(negation: Mapping[str, Any]) -> None:
     out.print(table)
     if not first["alpha"]:
         print_line(
-            "no α above zero lowers the accuracy while the control task keeps enough of its accuracy", style="dim"
+            "α = 0 was chosen: no positive α lowers the accuracy on the tasks to forget and keeps enough of the "
+            "accuracy on the control task",
+            style="dim",
         )
 
 

@@ -313,7 +313,7 @@ MAX_FAILURES = 5
 
 
 class FailureOutput(TypedDict):
-    """A failure of a check for one item of a file."""
+    """An item of a file that failed a check."""
 
     subject: str
     """The item that failed the check, such as a tensor or a parameter."""

@@ -176,8 +176,9 @@ THREADS = option(
     "--threads",
     min=1,
     metavar="N",
-    help="Number of threads per stage, which affects rounding. [default: OMP_NUM_THREADS; on a CPU, 1 for models with "
-    "fewer than 50M parameters, 4 with fewer than 500M, otherwise 16]",
+    help="Number of threads per stage, which affects rounding. [default: OMP_NUM_THREADS if it is set; otherwise, on "
+    "a GPU, the cores divided by the GPUs, and on a CPU, 1 for models with fewer than 50M parameters, 4 with fewer "
+    "than 500M, and 16 for larger models, but at most the number of cores]",
 )
 EVENTS = option(RUN_PANEL, False, "--events", help="Print the events of all stages to stderr, as JSON Lines.")
 RESUME = option(RUN_PANEL, False, "--resume", help="Resume an interrupted run.")

@@ -1,6 +1,6 @@
 """Compares the drift of f with the drift of the label scores, for vectors of language models trained together.
 
-    python examples/label_drift.py MODEL DATA VECTOR … [--examples 200]
+    python examples/label_drift.py MODEL DATA VECTOR … [--prompts STYLE] [--examples 200]
 
 MODEL is a `t5:` or `lm:` model, DATA the folder that contains the folders of the tasks, and each VECTOR is a file that
 `kfacpack train` has written in the regime `linear`. For each task, the script measures on test examples how much the
@@ -40,7 +40,7 @@ def drifts(
     """
     own = next(vector for vector in vectors if vector.tasks[0] == task.name)
     others = [vector for vector in vectors if vector is not own]
-    lin = kp.linearize(model)
+    lin = kp.linearize(model, params=sorted({name for vector in vectors for name in vector}))
     zeros = lin.zeros()
     taus = {
         "own": {**zeros, **own},
@@ -68,9 +68,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("data")
     parser.add_argument("vectors", nargs="+")
+    parser.add_argument("--prompts", choices=["t5", "flan", "plain", "chat"])
     parser.add_argument("--examples", type=int, default=200)
     options = parser.parse_args()
-    model = kp.load_model(options.model)
+    model = kp.load_model(options.model, prompts=options.prompts)
     vectors = [kp.TaskVector.load(path) for path in options.vectors]
     print("| task | f: own | f: others | others / own | scores: own | scores: others | others / own |")
     print("|---|---|---|---|---|---|---|")

@@ -218,7 +218,7 @@ class EstimateOptions:
 
     @property
     def probes(self) -> Probes:
-        """The probes to draw, without the output layer that the metric `kl` needs."""
+        """The `Probes` for these options. With the metric `kl`, `probes_of` adds the output layer of the model."""
         return Probes(self.fisher, self.probe, self.samples, self.seed)
 
     @cached_property

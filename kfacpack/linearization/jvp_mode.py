@@ -293,7 +293,7 @@ class TangentMap:
         return not tensor.requires_grad or (base.grad_fn is None and id(base) not in self._parameter_ids)
 
     def put(self, tensor: Tensor, tangent: Tensor | None) -> None:
-        """Sets the tangent of a new or modified tensor. For a view, sets the same part of its base's tangent."""
+        """Sets the tangent of a new or modified tensor. For a view, sets the corresponding part of its base."""
         base = base_of(tensor)
         if base is tensor:
             if tangent is not None:

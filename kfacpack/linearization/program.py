@@ -132,10 +132,10 @@ class Recorder(DispatchMode):
         self.forward_length = len(self.operations)
         self.outputs = (self.number(f), self.number(change))
         if self.outputs[0] is None or (self.outputs[1] is None and change is not None):
-            self.refuse("f is a tensor of unknown origin")
+            self.refuse("f was not computed by a recorded operation")
 
     def number(self, tensor: Tensor | None) -> int | None:
-        """Returns the value number of a tensor; returns None if the tensor is None or of unknown origin."""
+        """Returns the value number of a tensor; returns None if the tensor is None or was not recorded."""
         if tensor is None:
             return None
         known: int | None = self._numbers.get(tensor)
@@ -284,7 +284,7 @@ class Recorder(DispatchMode):
         """
         numbers = {name: number for name, tensor in gradients.items() if (number := self.number(tensor)) is not None}
         if len(numbers) < len(gradients):
-            self.refuse("a gradient is a tensor of unknown origin")
+            self.refuse("a gradient was not computed by a recorded operation")
         learned = {number for number, tensor in self.state.items() if isinstance(tensor, nn.Parameter)}
         operations = _needed(self.operations[: self.forward_length], self.conditions, self.root)
         if not learned.isdisjoint(self.conditions.keys() | {n for operation in operations for n in operation.reads}):

@@ -74,7 +74,7 @@ def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _FirstLayerReached(Exception):  # noqa: N818 - not an error: ends a forward pass early
-    """Raised by the first layer to end a forward pass early."""
+    """Raised when a forward pass reaches the first layer, to end the pass there."""
 
 
 class LayerList:

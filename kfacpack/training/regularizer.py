@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class OwnTaskWarning(UserWarning):
-    """Issued if the penalty also restricts the task being trained."""
+    """Issued if the penalty also restricts changes of f on the task being trained."""
 
 
 class OutputScaleWarning(UserWarning):
@@ -450,4 +450,4 @@ def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
 
 
 def _own_task_message(task: str, problem: str) -> str:
-    return f"the penalty also restricts {task!r} itself, the task being trained: {problem}"
+    return f"the penalty also restricts changes of f on {task!r}, the task being trained: {problem}"

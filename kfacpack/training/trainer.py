@@ -460,7 +460,7 @@ class Trainer:
         return KfacpackError(f"step {step + 1}: {problem}. {state}; {remedy}")
 
     def _add_loss_gradient(self, batch: Batch, labels: Tensor, state: AdamWState) -> Tensor:
-        """Adds the gradient of the loss of a micro-batch.
+        """Adds the gradient of a micro-batch's loss to `state.gradients`.
 
         Returns:
             A tensor of shape (3,): the sum of the losses, the number of correct predictions, and a flag that is 1 if f

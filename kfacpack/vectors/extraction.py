@@ -381,7 +381,7 @@ def _match_adapter(
     for target, name in match.tensors.items() if by_weight else ():
         parameter = weights.aliases[target]
         if parameter in layers:
-            problem = f"the adapter changes {parameter!r} under two names that the base model ties"
+            problem = f"the adapter contains two changes to {parameter!r}, which has several names in the base model"
             raise TaskVectorError(f"{source}: {problem}")
         layers[parameter] = by_weight[name], modules[target.removesuffix(".weight")]
     replaced, unexpected, heads = (

@@ -131,11 +131,13 @@ def check_addable(first: VectorStorage, second: VectorStorage) -> None:
         TaskVectorError: If the regimes, functions f or base models differ, or if the heads for a common task differ.
     """
     one, other = first.about, second.about
-    names = " and ".join(repr(", ".join(task.name for task in about.tasks)) for about in (one, other))
+    names = "the vectors for " + " and ".join(
+        repr(", ".join(task.name for task in about.tasks)) if about.tasks else "unknown tasks" for about in (one, other)
+    )
     if one.regime != other.regime:
         raise TaskVectorError(f"{names} were trained in different regimes: {one.regime!r} and {other.regime!r}")
     if difference := function_difference(one.function, other.function):
-        raise TaskVectorError(f"{names} were trained for different functions f: {difference}")
+        raise TaskVectorError(f"{names} are for different functions f: {difference}")
     first_parameters = {parameter.name: parameter for parameter in one.base.parameters}
     second_parameters = {parameter.name: parameter for parameter in other.base.parameters}
     models = f"{one.base.name} and {other.base.name}"

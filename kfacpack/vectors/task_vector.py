@@ -488,7 +488,7 @@ def _check_heads(heads: Mapping[str, Head], about: AboutVector) -> None:
     tasks = [task.name for task in about.tasks]
     for name, head in heads.items():
         if name not in tasks:
-            raise TaskVectorError(f"got a head for {name!r}, but the tasks of the vector are {', '.join(tasks)}")
+            raise TaskVectorError(f"got a head for {name!r}, but the tasks of the vector are {tasks}")
         shape = (len(head.classes), about.function.width)
         if tuple(head.weight.shape) != shape or tuple(head.bias.shape) != shape[:1]:
             actual = f"{list(head.weight.shape)} and {list(head.bias.shape)}"

@@ -126,7 +126,7 @@ class Operator(ABC):
 
     @classmethod
     def stack(cls, operators: Sequence[Self]) -> Self:
-        """Stacks operators of the same form and size into one. The tensors of a single operator are not copied."""
+        """Stacks operators of the same form and size into one. If there is only one, its tensors are not copied."""
         columns = zip(*(operator.tensors for operator in operators), strict=True)
         first, *others = operators
         return first.with_tensors(torch.stack(tensors) if others else tensors[0][None] for tensors in columns)

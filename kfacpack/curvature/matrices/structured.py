@@ -389,7 +389,7 @@ class Sparse(Matrix):
         """
         side = require_square(matrix)
         if not 0 <= fraction <= 1:
-            raise MatrixError(f"expected the fraction of entries to keep, from 0 to 1; got {fraction}")
+            raise MatrixError(f"expected the fraction of entries to keep to be between 0 and 1, got {fraction}")
         values = pack(matrix)
         count = min(round(fraction * len(values)), int(values.count_nonzero()))
         kept = _largest(values.abs().to(torch.promote_types(values.dtype, torch.float32)), count)

@@ -223,13 +223,13 @@ def _causal_class(config: Any, name: str) -> Any:
 
     architectures = getattr(config, "architectures", None) or []
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
-        remedy = "use t5: for T5 models, and hf: for text encoders"
+        remedy = "use t5:NAME for T5 models, and hf:NAME for text encoders"
         raise KfacpackError(f"lm:{name} is a {config.model_type!r} model, expected a causal language model; {remedy}")
     chosen: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # BERT and other encoders have a causal variant as well, but their published weights are not trained for it.
     if architectures and not any("CausalLM" in part or "LMHead" in part for part in architectures):
         problem = f"lm:{name} contains {architectures[0]}, expected {chosen.__name__}"
-        raise KfacpackError(f"{problem}; use hf: for text encoders")
+        raise KfacpackError(f"{problem}; use hf:NAME for text encoders")
     return chosen
 
 

@@ -111,7 +111,7 @@ class ClipFamily:
 
 def _check_config(config: Any, name: str) -> None:
     if config.model_type not in ("clip", VISION_CONFIG):
-        remedy = "use open_clip names or timm: for other vision models, and hf: for text encoders"
+        remedy = "use timm:NAME or an open_clip name for other vision models, and hf:NAME for text encoders"
         raise KfacpackError(f"clip:{name} is a {config.model_type!r} model, expected 'clip'; {remedy}")
 
 

@@ -95,6 +95,9 @@ def _encoder_class(config: Any, name: str) -> Any:
 
     # Causal and vision models would run as well, but the mean over their tokens is not a text embedding.
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
-        remedy = "use t5: for T5 models, lm: for causal language models, and timm: or open_clip names for vision models"
+        remedy = (
+            "use t5:NAME for T5 models, lm:NAME for causal language models, and timm:NAME or the name of an open_clip "
+            "model for vision models"
+        )
         raise KfacpackError(f"hf:{name} is a {config.model_type!r} model, expected a text encoder like BERT; {remedy}")
     return MODEL_MAPPING[type(config)]

@@ -44,7 +44,8 @@ class T5Family:
         name, device = request.name, request.device
         config, tokenizer = config_and_tokenizer(request, self.prefix)
         if config.model_type != "t5":
-            raise KfacpackError(f"t5:{name} is a {config.model_type!r} model, expected 't5'; use hf: for text encoders")
+            problem = f"t5:{name} is a {config.model_type!r} model, expected 't5'"
+            raise KfacpackError(f"{problem}; use hf:NAME for text encoders")
         from transformers import T5ForConditionalGeneration
 
         module, missing = load_pretrained(T5ForConditionalGeneration, config, request)

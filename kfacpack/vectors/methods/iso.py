@@ -103,8 +103,8 @@ class TsvMethod(MergeMethod):
     name = "tsv"
     help = "Keeps the leading singular vectors of each task's matrices and makes them orthogonal to each other (TSV-M)."
     scale = (
-        "α is the factor in the paper, which recommends 1; parameters that are not matrices are summed or, with "
-        "'mean', averaged as in the authors' code"
+        "α is the scaling coefficient of the merged vector, for which the paper recommends 1; parameters that are not "
+        "matrices are summed. With 'mean', they are averaged, as in the authors' code"
     )
 
     mean: bool = setting(False, MEAN_HELP)
@@ -120,8 +120,8 @@ class TsvMethod(MergeMethod):
 
 
 SCALE = (
-    "α is the factor in the paper, where it is chosen on validation data; parameters that are not matrices are summed "
-    "or, with 'mean', averaged as in the authors' code"
+    "α is the scaling coefficient of the merged vector, which the paper chooses on validation data; parameters that "
+    "are not matrices are summed. With 'mean', they are averaged, as in the authors' code"
 )
 
 
