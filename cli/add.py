@@ -50,8 +50,8 @@ SAVE_MODEL = option(
     None,
     "--save-model",
     metavar="PATH",
-    help="Also save the model with the resulting vector added. PATH is a .safetensors file for open_clip and timm: "
-    "models, and a folder for clip:, t5:, lm: and hf: models. --model, --weights and --image-size select the model.",
+    help="Also save the model with the resulting vector added. PATH is a folder if the name of the model starts with "
+    "clip:, t5:, lm: or hf:, and a .safetensors file otherwise. --model, --weights and --image-size select the model.",
 )
 LINEARISED_NOTE = (
     "the vector was trained in the linearised model f + J τ; the saved model has the weights θ0 + τ, and its outputs "
@@ -289,10 +289,10 @@ def print_solved(method: MethodEntry) -> None:
         )
     if method.without_curvature:
         names = abbreviate(method.without_curvature)
-        print_line(f"{len(method.without_curvature)} blocks without curvature are taken from the prior: {names}")
+        print_line(f"blocks without curvature, taken from the prior: {len(method.without_curvature)} ({names})")
     if method.repaired:
         names = abbreviate(method.repaired)
-        print_line(f"negative eigenvalues were set to zero in {len(method.repaired)} blocks: {names}")
+        print_line(f"blocks whose negative eigenvalues were set to zero: {len(method.repaired)} ({names})")
 
 
 def _setting_options() -> list[inspect.Parameter]:

@@ -60,7 +60,7 @@ class BlockCompressionOutput(TypedDict):
     dense_bytes: int
     """Size of the matrices if stored as dense float32."""
     ratio: float | None
-    """`bytes` divided by `dense_bytes`."""
+    """`bytes` divided by `dense_bytes`; null if the block shares all its matrices with an earlier block."""
     frobenius: float
     """Relative error of the block in the Frobenius norm."""
     quadratic: QuadraticErrorOutput
@@ -169,7 +169,7 @@ def compress(
     elif show:
         if blocks:
             _print_blocks(report)
-        action = "would be" if path is None else f"wrote {output}:"
+        action = "compressed size:" if path is None else f"wrote {output}:"
         print_report(report, f"{action} {human_bytes(size)}, from {human_bytes(source.nbytes)}", size)
         if path is not None:
             print_next("train", *model_arguments(curvature.about.base), "--task", "TASK", "--reg", output)
@@ -232,7 +232,7 @@ def print_report(report: CompressionReport, heading: str, size: int) -> None:
     )
     if unchanged := [block.name for block in report.blocks if block.step is None]:
         names = abbreviate(unchanged, limit=3)
-        print_line(f"{len(unchanged)} of {len(report.blocks)} blocks are unchanged: {names}")
+        print_line(f"unchanged blocks: {len(unchanged)} of {len(report.blocks)} ({names})")
 
 
 def _print_blocks(report: CompressionReport) -> None:
@@ -267,9 +267,10 @@ def merge(
         "tak",
         "--rule",
         metavar="RULE",
-        help="Merge rule. tak: one Kronecker product per block, as in the paper. optimal: the sum of --rank Kronecker "
-        "products that is nearest to the exact result. stack: the exact result, which contains the products of all "
-        "bundles. shards: the exact estimate for one task, from bundles that were estimated from different examples.",
+        help="Merge rule. tak: one Kronecker product per block, as in the TAK paper. optimal: the sum of --rank "
+        "Kronecker products that is nearest to the exact result. stack: the exact result, which contains the products "
+        "of all bundles. shards: the exact estimate for one task, from bundles that were estimated from different "
+        "examples.",
     ),
     rank: int = option(
         MERGE_PANEL,
@@ -383,7 +384,7 @@ class MergeErrorsOutput(TypedDict):
     frobenius: float | None
     """The relative approximation error; null if a task was subtracted, because the error is then unknown."""
     bound: float | None
-    """The paper's bound on this error; null if the merge is exact or the error is unknown."""
+    """Bound on this error from the TAK paper; null if the merge is exact or the error is unknown."""
 
 
 class BlockMergeOutput(MergeErrorsOutput):
@@ -451,7 +452,7 @@ def _print_errors(report: MergeReport, rule: str) -> None:
         total, worst = report.total, max(report.blocks, key=lambda block: block.frobenius)
         print_line(
             f"relative error of G: {total.frobenius:.2g} (Frobenius norm), at most {worst.frobenius:.2g} "
-            f"in a single block ({worst.name}); the paper's bound is {total.relative_bound:.2g}"
+            f"in a single block ({worst.name}); the bound from the TAK paper is {total.relative_bound:.2g}"
         )
     elif rule == "shards":
         print_line("the merge is exact, provided that no example is in two shards (not checked)")
@@ -462,7 +463,7 @@ def _print_errors(report: MergeReport, rule: str) -> None:
 
 
 def _print_merged_blocks(report: MergeReport) -> None:
-    table = plain_table("block", numbers=("terms", "relative error", "the paper's bound"))
+    table = plain_table("block", numbers=("terms", "relative error", "bound (TAK paper)"))
     for block in report.blocks:
         error = "unknown" if report.subtracted else f"{block.frobenius:.2g}"
         bound = f"{block.relative_bound:.2g}" if _has_bound(report) else ""

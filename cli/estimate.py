@@ -138,8 +138,8 @@ def estimate(
         RUN_PANEL,
         False,
         "--stream",
-        help="Estimate layer by layer, with the factors of only one layer in memory at a time. For hf: and lm: models, "
-        "the weights of the other layers are not in memory either.",
+        help="Estimate layer by layer, with the factors of only one layer in memory at a time. If the name of the "
+        "model starts with hf: or lm:, the weights of the other layers are not in memory either.",
     ),
     stream_folder: Path | None = option(
         RUN_PANEL,
@@ -243,13 +243,13 @@ class EstimateOutput(TypedDict):
     """Digest of the bundle."""
     bytes: int
     blocks: int
-    """Number of blocks."""
+    """Number of blocks in the bundle."""
     parameters: int
     """Number of parameters that the bundle covers."""
     examples: int
     """Number of examples that were used."""
     dataset_size: int
-    """Number of examples in the split. By default, `kfacpack merge` uses it as the weight of the bundle."""
+    """Number of examples in the split. By default, `kfacpack merge` uses this number as the weight of the bundle."""
     seconds: float
     compression: NotRequired[CompressionOutput]
     """Size and errors of the compressed bundle; only with `--compress`."""
@@ -330,7 +330,7 @@ def _print_forecast(forecast: Forecast, gpu: str | None, figures: Gpu | None) ->
         f"{len(forecast.blocks)} blocks, {human_bytes(forecast.bytes)}; "
         f"{forecast.examples} examples in {forecast.batches} batch{'es' if forecast.batches != 1 else ''}"
     )
-    memory = f"peak memory about {human_bytes(forecast.peak_memory)}, in addition to Python and its libraries"
+    memory = f"peak memory about {human_bytes(forecast.peak_memory)}, not counting Python and its libraries"
     if figures is None:
         print_line(f"about {human_seconds(forecast.seconds)} for all batches, extrapolated from one batch; {memory}")
     else:

@@ -106,8 +106,8 @@ def _from_json(value: str, sets: Mapping[str, EvaluationSet]) -> dict[str, float
         raise _invalid_individual(value, "expected the output of `kfacpack eval --json` for a single α") from error
     evaluated = {task: entry for task, entry in entries.items() if task in sets}
     if not evaluated:
-        expected = f"expected at least one of {', '.join(sets)}"
-        raise _invalid_individual(value, f"contains only the tasks {', '.join(entries)}; {expected}")
+        expected = f"expected accuracies on at least one of: {', '.join(sets)}"
+        raise _invalid_individual(value, f"contains accuracies on: {', '.join(entries) or 'no tasks'}; {expected}")
     for task, (_, examples) in evaluated.items():
         if examples != (own := len(sets[task].numbers)):
             problem = f"task {task!r} was evaluated on {examples} examples, expected {own}"
@@ -186,7 +186,8 @@ def evaluate(
         VECTOR_PANEL,
         False,
         "--choose",
-        help="Choose the α with the highest mean accuracy on the validation split, and evaluate it on the test split.",
+        help="Choose the α with the highest mean accuracy on the validation split, and evaluate the vector at this α "
+        "on the test split.",
     ),
     control: str | None = option(
         VECTOR_PANEL,
@@ -194,8 +195,8 @@ def evaluate(
         "--control",
         metavar="TASK",
         help="Subtract the vector instead of adding it, and use this task as the control task. α is chosen on the "
-        "validation split so that the accuracy on the evaluated tasks is as low as possible, while the accuracy on the "
-        "control task does not fall below the limit set by --keep.",
+        "validation split. Of the values at which the accuracy on the control task is at least the limit set by "
+        "--keep, the one with the lowest accuracy on the evaluated tasks is chosen.",
     ),
     keep: str | None = option(
         VECTOR_PANEL,

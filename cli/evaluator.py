@@ -90,7 +90,7 @@ def print_sweep(alphas: Sequence[float], results: Sequence[Result], best: int, s
             table.add_row(f"{alpha:g}", *cells, mark, style=style)
         out.print(table)
     marked = f"the best α on the {printable(split)} split is marked"
-    print_line(f"{marked}; --choose selects α on the validation split", style="dim")
+    print_line(f"{marked}; --choose uses the validation split", style="dim")
 
 
 def print_negation(negation: Mapping[str, Any]) -> None:
@@ -99,18 +99,18 @@ def print_negation(negation: Mapping[str, Any]) -> None:
     table.add_column("")
     for name, task in negation["tasks"].items():
         removed = task["removed"]
-        effect = "was not above chance" if removed is None else f"{removed:.0%} of the margin over chance removed"
+        effect = "was not above chance" if removed is None else f"lost {removed:.0%} of its accuracy above chance"
         table.add_row(name_cell(name), percent(task["before"]), percent(task["accuracy"]), effect)
     first = next(iter(negation["tasks"].values()))
     before, after = first["control_before"], first["control"]
-    effect = f"control, {after / before:.0%} of its accuracy kept" if before else "control"
+    effect = f"control; kept {after / before:.0%} of its accuracy" if before else "control"
     table.add_row(name_cell(negation["control"]), percent(before), percent(after), effect)
     keep = f"the control task must keep {negation['keep']:.0%} of its accuracy"
     print_line(f"added −{first['alpha']:g} τ; α was chosen on the validation split, where {keep}")
     out.print(table)
     if not first["alpha"]:
         print_line(
-            "α = 0 was chosen: no positive α lowers the accuracy on the tasks to forget and keeps enough of the "
+            "α = 0 was chosen: no positive α both lowers the accuracy on the tasks to forget and keeps enough of the "
             "accuracy on the control task",
             style="dim",
         )

@@ -58,13 +58,13 @@ class PlannedStageOutput(TypedDict):
     """A stage of a plan."""
 
     stage: str
-    """Kind and name of the stage, such as estimate/digits."""
+    """Kind and name of the stage, such as bundles/digits.kronecker.seed-0."""
     done: bool
     """Whether the output of the stage already exists."""
     seconds: float | None
     """Estimated time; null if the stage is done."""
     command: str | None
-    """A command that writes the same file; null if there is no such command."""
+    """The `kfacpack` command that writes the file of the stage; null if there is no such command."""
 
 
 class RunForecastOutput(TypedDict):
@@ -80,7 +80,7 @@ class ReportOutput(TypedDict):
 
     page: str
     bytes: int
-    """Size of the page."""
+    """Size of the HTML file."""
     numbers: str
     """JSON file with the numbers that the page shows."""
     figures: list[str]
@@ -109,7 +109,7 @@ def run(
         "--gpu",
         metavar="NAME",
         help="With --dry-run: check the plan without loading weights or data, and show shapes, file sizes and the "
-        "estimated hours on this GPU, such as A100.",
+        "estimated time on this GPU, such as A100.",
     ),
     as_json: bool = AS_JSON,
     jobs: int | None = JOBS,
@@ -197,7 +197,7 @@ def execute_run(plan: Plan, text: str, root: Path, options: Execution) -> None:
 
 
 def _execute(planned: Run, start: float, options: Execution) -> None:
-    """Executes a plan that has been checked and prints the results; `start` is the time when the command started."""
+    """Executes a checked plan and prints the results; `start` is the time when the command started."""
     as_json, quiet, is_demo = options.as_json, options.quiet, options.is_demo
     plan, root, show = planned.plan, planned.root, not (quiet or as_json)
     for task in () if quiet else plan.tasks:
@@ -300,7 +300,7 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
 
 
 def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool) -> None:
-    """Checks a plan without loading weights or data, and prints the predicted file sizes and hours on a GPU."""
+    """Checks a plan without loading weights or data, and prints the predicted file sizes and times on a GPU."""
     from kfacpack.estimation.forecast import EFFICIENCY
     from kfacpack.experiments.offline_check import check_offline
 
@@ -319,11 +319,12 @@ def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool)
     largest = f"matrices of up to {forecast.largest_side}×{forecast.largest_side}"
     shapes = f"{forecast.parameters:,} trained weights in {forecast.blocks} blocks, {largest}"
     print_line(f"{forecast.model}: {shapes}, {forecast.forward_flops / 1e9:.2f} GFLOP per example")
-    print_line(f"all stages were checked without weights or data; the hours assume {EFFICIENCY:.0%} of the peak speed")
+    assumption = f"the times assume {EFFICIENCY:.0%} of the GPU's published speed"
+    print_line(f"all stages were checked without weights or data; {assumption}")
 
 
 def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -> None:
-    """Prints the summary of a run, with one row per arm (way of training) and merge method.
+    """Prints the summary of a run, with one row for each arm and merge method.
 
     Args:
         results: The content of `results.json`.

@@ -57,7 +57,7 @@ class ExportOutput(TypedDict):
     dtype: FloatType
     """Data type of the matrices."""
     blocks: int
-    """Number of blocks."""
+    """Number of blocks in the bundle."""
 
 
 class AdapterMatrixOutput(TypedDict):
@@ -70,11 +70,12 @@ class AdapterMatrixOutput(TypedDict):
     rank: int
     method: Literal["factors", "svd", "metric"]
     """How the matrix was obtained. factors: from the factors in the vector, without loss. svd: as a truncated SVD.
-    metric: as an approximation with a small error in the metric of the bundle."""
+    metric: as an approximation whose error in the metric of the bundle is smaller than that of the SVD."""
     error: float
     """Relative error in the Frobenius norm."""
     metric_error: float | None
-    """Relative error in the metric of the bundle; null without `--bundle` or if this norm of the matrix is zero."""
+    """Relative error in the metric of the bundle; null without `--bundle` or if the matrix has norm zero in this
+    metric."""
     svd_metric_error: float | None
     """Relative error of the truncated SVD in the metric of the bundle; null in the same cases as `metric_error`."""
 
@@ -102,8 +103,8 @@ class AdapterOutput(TypedDict):
     error: float
     """Relative error of the whole vector in the Frobenius norm, including lost parameters."""
     metric_error: float | None
-    """Relative error of the whole vector in the metric of the bundle; null without `--bundle` or if this norm of the
-    vector is zero."""
+    """Relative error of the whole vector in the metric of the bundle; null without `--bundle` or if the vector has norm
+    zero in this metric."""
     matrices: list[AdapterMatrixOutput]
     lost: list[LostParameterOutput]
     linearised: bool
@@ -258,7 +259,7 @@ def _print_adapter(result: LoraExport) -> None:
             share += f" and {percent(sum(parameter.metric_share or 0.0 for parameter in result.lost))} of its drift"
         names = ", ".join(f"{parameter.parameter} ({parameter.reason})" for parameter in result.lost[:LOST_SHOWN])
         more = f" and {len(result.lost) - LOST_SHOWN} more" if len(result.lost) > LOST_SHOWN else ""
-        print_line(f"lost: {len(result.lost)} parameters with {share}: {names}{more}")
+        print_line(f"lost parameters: {len(result.lost)}, with {share}: {names}{more}")
     print_line(f"next: peft.PeftModel.from_pretrained(model.module, {str(result.path)!r})", style="dim")
 
 
@@ -286,7 +287,7 @@ class ImportOutput(TypedDict):
     files: list[str]
     """The files that were read."""
     blocks: int
-    """Number of blocks."""
+    """Number of blocks in the bundle."""
     parameters: int
     """Number of parameters that the bundle covers."""
     examples: int

@@ -313,10 +313,10 @@ MAX_FAILURES = 5
 
 
 class FailureOutput(TypedDict):
-    """An item of a file that failed a check."""
+    """One item, such as a tensor, that failed a check."""
 
     subject: str
-    """The item that failed the check, such as a tensor or a parameter."""
+    """Name of the item, such as a tensor or a parameter."""
     problem: str
 
 

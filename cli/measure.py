@@ -194,7 +194,8 @@ ALPHAS = "-1:2:0.25"
 LAYER_EXAMPLES = 64
 TOP_BLOCKS = 5
 TOP_PAIRS = 5
-"""Number of pairs (a vector and another task) that `kfacpack measure interference` lists if no drift is measured."""
+"""Maximum number of pairs (a vector and another task) that are listed by `kfacpack measure interference` if no drift is
+measured."""
 OWN_FORMATS = ("own", ".3g"), ("relative", ".2f")
 
 
@@ -351,8 +352,8 @@ def _check_counts(what: Measurement, vectors: list[File], bundles: list[File]) -
         "spectra": ("one bundle", len(bundles) == 1),
     }[what]
     if not valid:
-        counts = f"{len(vectors)} vector(s) and {len(bundles)} bundle(s)"
-        raise KfacpackError(f"measure {what}: expected {expected}, got {counts}")
+        counts = f"vectors given: {len(vectors)}, bundles given: {len(bundles)}"
+        raise KfacpackError(f"measure {what}: expected {expected}; {counts}")
 
 
 def _check_outputs(output: Path | None, figure: Path | None, inputs: list[File]) -> None:

@@ -26,7 +26,7 @@ class EmbeddedModelOutput(TypedDict):
     family: str
     revision: str
     parameters: int
-    """Number of weights."""
+    """Number of weights of the model."""
     width: int
     """Width of the output f."""
     image_size: int
@@ -56,7 +56,7 @@ class DownloadedModelOutput(TypedDict):
     repository: str
     revision: str
     bytes: int
-    """Size on disk."""
+    """Size of the files on disk."""
 
 
 class ModelListOutput(TypedDict):
@@ -75,7 +75,7 @@ class ModelPropertiesOutput(TypedDict):
     revision: str | None
     """Revision of the weights; null if they were read from a file."""
     parameters: int
-    """Number of weights."""
+    """Number of weights of the model."""
     width: int
     """Width of the output f."""
     f: str | None

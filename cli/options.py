@@ -102,7 +102,7 @@ PROMPTS = option(
     MODEL_PANEL,
     None,
     "--prompts",
-    help="Prompt style of a t5: model (t5, flan) or an lm: model (plain, chat). [default: the style that the "
+    help="Prompt style: t5 or flan for t5:NAME_OR_DIR, plain or chat for lm:NAME_OR_DIR. [default: the style that the "
     "model was trained with]",
 )
 DEVICE = option(
@@ -131,8 +131,9 @@ HEAD = option(
     "auto",
     "--head",
     help="How classes are predicted from the model output f. text: from the embeddings of the class names. words: from "
-    "the logits of the class names as the next word (t5:, lm:). prototypes: from the mean of f over the training "
-    "examples of each class. auto: the first of these heads that the model and the task support.",
+    "the logits of the class names as the next word (only for t5:NAME_OR_DIR and lm:NAME_OR_DIR). prototypes: from the "
+    "mean of f over the training examples of each class. auto: the first of these heads that the model and the task "
+    "support.",
 )
 TASK_HELP = "Task name, as listed by `kfacpack tasks`, or any name if --data is passed"
 TASK = option(DATA_PANEL, ..., "--task", metavar="TASK", help=f"{TASK_HELP}.")
@@ -167,8 +168,8 @@ JOBS = option(
     "--jobs",
     min=1,
     metavar="N",
-    help="Maximum number of processes that compute independent stages. Fewer are started if memory is short. [default: "
-    "one per GPU; on a CPU, the number of cores divided by --threads]",
+    help="Maximum number of processes that compute independent stages. Fewer processes are started if memory is short. "
+    "[default: with CUDA, one per GPU; on a CPU, the number of cores divided by --threads; on other devices, 1]",
 )
 THREADS = option(
     RUN_PANEL,
@@ -176,9 +177,9 @@ THREADS = option(
     "--threads",
     min=1,
     metavar="N",
-    help="Number of threads per stage, which affects rounding. [default: OMP_NUM_THREADS if it is set; otherwise, on "
-    "a GPU, the cores divided by the GPUs, and on a CPU, 1 for models with fewer than 50M parameters, 4 with fewer "
-    "than 500M, and 16 for larger models, but at most the number of cores]",
+    help="Number of threads per stage, which affects rounding. [default: the value of OMP_NUM_THREADS. If it is not "
+    "set: with CUDA, the number of cores per GPU; on other devices, 1 for models with fewer than 50M parameters, 4 for "
+    "models with fewer than 500M, and 16 for larger models, but at most the number of cores]",
 )
 EVENTS = option(RUN_PANEL, False, "--events", help="Print the events of all stages to stderr, as JSON Lines.")
 RESUME = option(RUN_PANEL, False, "--resume", help="Resume an interrupted run.")

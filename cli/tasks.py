@@ -143,7 +143,7 @@ def tasks(
             result["sheet"] = counts
         print_json(result)
     elif counts:
-        left_out = f"; {counts['left_out']} more classes are left out" if counts["left_out"] else ""
+        left_out = f"; classes left out: {counts['left_out']}" if counts["left_out"] else ""
         print_line(f"wrote {sheet}: {counts['classes']} classes{left_out}")
     else:
         out.print(key_value_table(_rows(task)))
@@ -230,7 +230,7 @@ def _published_rows(task: PublishedTask) -> Iterator[tuple[str, str]]:
     yield "examples", _sizes(task.sizes)
     for split in task.sizes:
         stored = f"split {task.split_names[split][0]!r} of the repository" if split in task.stored else None
-        yield split, stored or "held out of train: 10% of the examples, at most 5,000"
+        yield split, stored or "held out from the train split: 10% of the examples, at most 5,000"
     yield "columns", ", ".join([*(f"{key}={names[0]}" for key, names in task.inputs.items()), f"label={task.label[0]}"])
     if task.drops_unlabelled:
         yield "left out", "rows without a label"

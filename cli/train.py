@@ -129,7 +129,7 @@ def train(
         PENALTY_PANEL,
         None,
         "--preset",
-        help="Preset for the penalty. tak: the strength, scaling and group weights from the paper.",
+        help="Preset for the penalty. tak: the strength, scaling and group weights from the TAK paper.",
     ),
     penalty_precision: PenaltyPrecision | None = option(
         PENALTY_PANEL,
@@ -150,7 +150,7 @@ def train(
         "--reg-data",
         metavar="TASK[=DIR]",
         help="Another task to protect; repeatable. The drift of f is measured and penalised on the data of this task, "
-        "so that no bundle is needed (τJp in the paper).",
+        "so that no bundle is needed (τJp in the TAK paper).",
     ),
     regime: RegimeName = option(
         TRAINING_PANEL,
@@ -164,8 +164,8 @@ def train(
         None,
         "--mask",
         metavar="FILE.kfac",
-        help="Bundle of other tasks; repeatable. With --regime sparse, the weights to train are selected from bundles "
-        "instead of from validation examples.",
+        help="Bundle of other tasks; repeatable. With --regime sparse, the weights to train are selected with these "
+        "bundles instead of validation examples.",
     ),
     keep: float | None = option(
         TRAINING_PANEL,
@@ -303,7 +303,7 @@ def train(
             )
         if show and trainer.unpenalised:
             names = abbreviate(trainer.unpenalised, limit=3)
-            show_note(f"{len(trainer.unpenalised)} trained parameters are not covered by any bundle: {names}")
+            show_note(f"trained parameters that no bundle covers: {len(trainer.unpenalised)} ({names})")
         values = {
             "--data": data,
             "--columns": columns,

@@ -149,10 +149,10 @@ class _CompilerImportHook:
 def compiler_deferred() -> Iterator[None]:
     """Defers the import of torch's compiler while other libraries are imported.
 
-    Two imports would otherwise load the compiler. torchvision imports `is_compile_supported` from torch._dynamo.utils,
-    although only `roi_align` calls this function. timm decorates methods with `torch.compiler.disable`. Inside this
-    context, both functions are replaced by versions that import the compiler only when it is needed. The originals are
-    restored on exit. Does nothing if the compiler is already loaded.
+    Two libraries would otherwise load the compiler: torchvision imports `is_compile_supported` from
+    torch._dynamo.utils, although only `roi_align` calls this function, and timm decorates methods with
+    `torch.compiler.disable`. Inside this context, both functions are replaced by versions that import the compiler only
+    when it is needed. The originals are restored on exit. Does nothing if the compiler is already loaded.
 
     Yields:
         None.
@@ -220,7 +220,7 @@ def make_torchvision_importable() -> None:
 
 @contextmanager
 def silence_logging() -> Iterator[None]:
-    """Suppresses log records up to and including level ERROR.
+    """Suppresses log records up to and including level ERROR inside this context.
 
     The caller must check for the problems that these records would report, for example uninitialised weights.
 

@@ -249,8 +249,8 @@ def missing_jvp_parts() -> tuple[str, ...]:
 autocast_disabled: Any = _lookup("torch._C._DisableAutocast")
 """Context manager that disables autocast.
 
-This is an alias of `torch._C._DisableAutocast` rather than a wrapper, because it is entered for every operation. Unlike
-`torch.autocast(enabled=False)`, it also works below autograd's dispatch key. Known to work with torch 2.13.
+This is an alias of `torch._C._DisableAutocast`. A wrapper would cost time, because it is entered for every operation.
+Unlike `torch.autocast(enabled=False)`, it also works below autograd's dispatch key. Known to work with torch 2.13.
 """
 
 _dispatch_disabled: Any = _lookup("torch._C._DisableTorchDispatch")
@@ -294,7 +294,7 @@ def forward_ad_below_autograd(*, visible: bool = False) -> Iterator[None]:
 
 @contextmanager
 def below_autograd(*, bypass: bool = True) -> Iterator[None]:
-    """Disables gradients, autocast and inference mode.
+    """Disables gradients, autocast and inference mode inside this context.
 
     If `bypass` is True, operations also skip autograd's dispatch key. Uses `torch._C._DisableAutocast` and, where torch
     provides it, `torch._C._AutoDispatchBelowAutograd`. Known to work with torch 2.13.
@@ -328,7 +328,7 @@ def is_mutating(operator: Any) -> bool:
 
 
 def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns those arguments of a call to which a mutating operator writes. Lists of tensors are flattened.
+    """Returns the arguments of a call that a mutating operator writes to. Lists of tensors are flattened.
 
     Reads `alias_info` of `OpOverload._schema.arguments`. Known to work with torch 2.13.
     """
@@ -339,7 +339,7 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def callable_of(value: Any) -> Any:
-    """Returns the function that an operator calls; returns other values unchanged.
+    """Returns the function that an operator calls. A value that is not an operator is returned unchanged.
 
     A direct call avoids one Python frame. Reads `OpOverload._op` if available. Known to work with torch 2.13.
     """
@@ -489,7 +489,7 @@ def backward_retains_graph() -> bool:
 
 
 def eager_mode() -> AbstractContextManager[Any]:
-    """Returns a context manager in which functions compiled by `torch.compile` run eagerly.
+    """Returns a context manager that makes functions compiled by `torch.compile` run eagerly.
 
     Uses `torch.compiler.set_stance` (public since torch 2.6), but only if `torch._dynamo` is already imported:
     importing it takes seconds, and without it nothing is compiled. Known to work with torch 2.13.

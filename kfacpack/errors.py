@@ -36,7 +36,7 @@ class MatrixError(KfacpackError, ValueError):
 
 
 class TaskVectorError(KfacpackError, ValueError):
-    """Raised for a task vector whose names or shapes do not match the curvature it is used with.
+    """Raised for a task vector whose parameter names or shapes do not match the curvature that it is used with.
 
     Example:
         >>> try:

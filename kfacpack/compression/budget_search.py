@@ -90,13 +90,13 @@ class Option:
     """The result of one codec for a group of matrices."""
 
     chain: CodecChain
-    """The codec that was requested."""
+    """The candidate codec that was tried."""
     encoded: Mapping[int, tuple[CodecChain, Matrix]]
     """The applied steps and a placeholder for the compressed matrix, by the id of each original matrix."""
     sides: Mapping[tuple[int, ...], FactorPair]
-    """Inner products of the matrices on one side of a block, by the ids of the original matrices on this side."""
+    """Inner products of the matrices on each side of a block, by the ids of the original matrices on that side."""
     nbytes: int
-    """Size of the group in a file, in bytes."""
+    """Size of the group's compressed matrices in a file, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ErrorTable:
     """The errors of a block for every combination of options for its B and A, or for every option for its G."""
 
     groups: tuple[int, ...]
-    """Index of the group of the matrices B and index of the group of the matrices A, or index of the group of G."""
+    """Indices of the groups that contain B and A, or the index of the group that contains G."""
     moments: tuple[Tensor, ...]
     """The result of `moment_table`. Each tensor has one dimension per group, which indexes the options of the group."""
 
@@ -134,7 +134,7 @@ class Candidates:
 
         Args:
             curvature: The curvature to compress.
-            on_progress: Called with the number of groups processed and the total number.
+            on_progress: Called with the number of groups processed and the total number of groups.
 
         Returns:
             The sizes and errors of all options.
@@ -194,7 +194,7 @@ class CachedDense(Dense):
         return {}
 
     def leading_eigenpairs(self, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the `width` eigenvalues of largest magnitude and their eigenvectors. They are computed only once."""
+        """Returns the `width` eigenvalues of largest magnitude and their eigenvectors, computed once per `width`."""
         if width not in self._eigenpairs:
             self._eigenpairs[width] = super().leading_eigenpairs(width)
         return self._eigenpairs[width]
@@ -240,7 +240,7 @@ OptionIndices = tuple[int, ...]
 """Index of the chosen option for each group."""
 
 MARGIN = 0.8
-"""If possible, the error on random τ is at most this fraction of the smallest error with a single codec."""
+"""If possible, the error of a choice on random τ is at most this fraction of the smallest error of any single codec."""
 _RATES = tuple(float(rate) for rate in np.logspace(-9, 3, 13))
 """Values of κ that are tried."""
 _ROUNDS, _PRICES, _SWEEPS = 4, 24, 6
@@ -252,7 +252,7 @@ class TotalError:
     """The size of the matrices for a choice of options, and the relative errors of the compressed curvature."""
 
     nbytes: int
-    """Size of the matrices in bytes."""
+    """Size of the compressed matrices in bytes."""
     lost: float
     """‖G − G'‖², relative to E[(τᵀ G τ)²] for random τ."""
     trace: float
@@ -373,7 +373,7 @@ class BudgetSearch:
     def _minimize_at_price(self, start: OptionIndices, price: float, mu: float, rate: float) -> OptionIndices:
         """Minimises the sum of the contributions of all blocks at a given price per byte.
 
-        The options of one block at a time are improved, until no block has better options.
+        Improves the options of one block at a time until no option is better or a maximum number of passes is reached.
         """
         picks = list(start)
         for _ in range(_SWEEPS):
@@ -387,7 +387,7 @@ class BudgetSearch:
         return tuple(picks)
 
     def _use_remaining_bytes(self, start: OptionIndices, limit: int, rate: float) -> OptionIndices:
-        """Changes the options of one block at a time, as long as this reduces the error and stays within the limit.
+        """Changes the options of one block at a time, as long as the error decreases and the size is within the limit.
 
         The block whose change reduces the error most per added byte is changed first.
         """
@@ -443,9 +443,9 @@ class OptionChange:
     second: int | None
     """Index of the second group, or None if the block has only one group."""
     nbytes: NDArray[np.float64]
-    """Size of each combination of options, (options of the first group, options of the second group or 1)."""
+    """Size in bytes of each combination: one row per option of the first group, one column per option of the second."""
     tables: Sequence[tuple[tuple[int, ...], NDArray[np.float64]]]
-    """Groups and errors of all affected blocks."""
+    """For each affected block, the indices of its groups and the table of its errors."""
 
     def index(self, picks: Sequence[int]) -> tuple[int, int]:
         """Returns the index in `nbytes` of the options in `picks`."""

@@ -5,8 +5,8 @@ A structural codec chooses which values are kept:
 - `block:K`: K diagonal blocks of the matrix. The diagonal, and therefore the trace, does not change.
 - `svd:R`, `svd:P%`: the R eigenvalues of largest magnitude and their eigenvectors. R may be given as a percentage P of
   the side length. The result is the best approximation of rank R.
-- `prune:P%`: the P % of the entries that have the largest magnitudes. Each of them takes three numbers, its value and
-  two coordinates, so keeping a third of the entries saves no space.
+- `prune:P%`: the P % of the entries that have the largest magnitudes. Each of these entries is stored as three numbers:
+  its value and two coordinates. Keeping a third of the entries therefore saves no space.
 
 A number codec chooses how each value is stored:
 
@@ -198,7 +198,7 @@ class SvdCodec(Codec):
     """`svd:R` or `svd:P%`: keeps the eigenvalues of largest magnitude and their eigenvectors."""
 
     size: int | float
-    """The rank if it is an int, or the rank as a fraction of the side length of the matrix if it is a float."""
+    """An int is the rank. A float is the rank as a fraction of the side length of the matrix."""
 
     name = "svd"
     usage = "svd:R or svd:P%"
@@ -416,7 +416,7 @@ class CodecChain:
         return CodecChain(tuple(applied)), encoded
 
     def shape_of(self, matrix: Matrix) -> Matrix:
-        """Returns a placeholder for the compressed matrix, which has its form, dtypes and shapes, but no values.
+        """Returns a placeholder with the form, dtypes and shapes of the compressed matrix, but without its values.
 
         The placeholder is used to determine the size of the compressed matrix without compressing the matrix.
 

@@ -91,8 +91,8 @@ def choose_codecs(
         curvature: The curvature to compress.
         spec: See `compress`.
         budget: See `compress`.
-        on_progress: Called with the number of groups of matrices processed and the total number. The matrices of a
-            group share one codec.
+        on_progress: Called with the number of groups of matrices processed and the total number of groups. The
+            matrices of a group share one codec.
         with_vector: Whether the file will also contain the errors on a task vector, which take additional space.
 
     Returns:
@@ -189,7 +189,7 @@ def compress_with(
         curvature: The curvature to compress.
         choice: The codec for each matrix.
         vector: A task vector on which the error of `quadratic` is measured, or None to skip this measurement.
-        on_progress: Called with the number of blocks processed and the total number.
+        on_progress: Called with the number of blocks processed and the total number of blocks.
 
     Returns:
         The compressed curvature, and a report on its sizes and errors.

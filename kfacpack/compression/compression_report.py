@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     Measure = Callable[[CurvatureBlock, CurvatureBlock], QuadraticPair]
     """A function that computes `quadratic` of a block on a task vector, before and after compression."""
     FactorPairs = Mapping[tuple[int, ...], "FactorPair"]
-    """The inner products on one side of a block, by the ids of the original matrices on this side."""
+    """The inner products on each side of a block, by the ids of the original matrices on that side."""
 
 
 _PANEL = 2**18
@@ -178,7 +178,7 @@ def moments(weights: Sequence[float], sides: Sequence[FactorPair]) -> Moments:
     """Computes norms and traces of a block G = Σ_t weights[t] · B_t ⊗ A_t, or of a single matrix G, and of the error.
 
     Args:
-        weights: Weight of each term; (1,) for a single matrix.
+        weights: Weight of each term, or (1.0,) if G is a single matrix.
         sides: Inner products of the matrices B and of the matrices A, or of the single matrix.
 
     Returns:
@@ -193,7 +193,7 @@ def moment_table(
     """Computes the moments of a block for every combination of alternative compressed matrices; see `moments`.
 
     Args:
-        weights: Weight of each term; (1,) for a single matrix.
+        weights: Weight of each term, or (1.0,) if G is a single matrix.
         sides: Inner products of the matrices B and of the matrices A, or of the single matrix. The leading dimensions,
             which index the alternatives, are broadcast.
 
@@ -228,7 +228,7 @@ class BlockCompressionReport:
     step: str | None
     """The codec of the matrices, or their codecs separated by commas; None if the block is unchanged."""
     kept: tuple[str, ...]
-    """Roles of the matrices that are unchanged because no step made them smaller."""
+    """Roles, such as "B", of the matrices that are unchanged because no step made them smaller."""
     bytes: int
     """Size of the block's matrices in a file, in bytes. Matrices shared with an earlier block are not included."""
     dense_bytes: int
@@ -284,7 +284,7 @@ def assemble_report(
     Args:
         block: The original block.
         encoded: The compressed matrices, by the ids of the original matrices.
-        sides: The inner products on each side, by the ids of the original matrices on this side.
+        sides: The inner products on each side, by the ids of the original matrices on that side.
         counted: Ids of the compressed matrices in earlier blocks. The function adds the ids of those in this block.
         measure: Function that computes `quadratic` on a task vector for the block before and after compression. If it
             is None, `quadratic` is not measured.

@@ -221,7 +221,7 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def map_matrices(self, function: Callable[[Matrix], Matrix]) -> BlockStructure:
-        """Returns the same structure with `function` applied to every matrix.
+        """Returns a copy of the structure with `function` applied to every matrix.
 
         Args:
             function: Function that returns the replacement for a matrix.
@@ -229,7 +229,7 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Returns the reason why G cannot be multiplied by a (rows, columns) matrix ΔW, or None if it can.
+        """Returns the reason why G cannot be applied to a (rows, columns) matrix ΔW, or None if the shapes match.
 
         Args:
             rows: Number of rows of ΔW.
@@ -260,7 +260,7 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns a description of the structure as JSON data, which `kfacpack.export` writes to its file.
+        """Returns a description of the structure as JSON data, which `kfacpack.export` writes to the exported file.
 
         Args:
             names: Names of the tensors, by role.
@@ -282,7 +282,7 @@ class Kronecker(BlockStructure):
     """
 
     terms: tuple[tuple[Matrix, Matrix, float], ...]
-    """(B, A, weight) of each term."""
+    """The terms of the sum, each as a tuple (B, A, weight)."""
 
     @classmethod
     def of(cls, B: Matrix, A: Matrix, weight: float = 1.0) -> Kronecker:
@@ -327,11 +327,11 @@ class Kronecker(BlockStructure):
         return cls(tuple(zip(B, A, weights, strict=True)))
 
     def map_matrices(self, function: Callable[[Matrix], Matrix]) -> Kronecker:
-        """Returns the same structure with `function` applied to every matrix."""
+        """Returns a copy of the structure with `function` applied to every matrix."""
         return Kronecker(tuple((function(B), function(A), weight) for B, A, weight in self.terms))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Returns a description of the problem, or None if every B is (rows, rows) and every A (columns, columns)."""
+        """Returns why G does not fit ΔW, or None if every B is (rows, rows) and every A is (columns, columns)."""
         if not self.terms:
             return "has no terms"
         for B, A, _ in self.terms:
@@ -408,11 +408,11 @@ class Whole(BlockStructure):
         return cls(matrix)
 
     def map_matrices(self, function: Callable[[Matrix], Matrix]) -> Whole:
-        """Returns the same structure with `function` applied to the matrix."""
+        """Returns a copy of the structure with `function` applied to the matrix."""
         return Whole(function(self.matrix))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Returns a description of the problem, or None if the side length of G is rows · columns."""
+        """Returns why G does not fit ΔW, or None if the side length of G is rows · columns."""
         if self.matrix.side != rows * columns:
             return f"expected a matrix of side length {rows * columns}, got {self.matrix.side}"
         return None
@@ -437,7 +437,7 @@ STRUCTURES: dict[str, type[BlockStructure]] = {"kronecker": Kronecker, "dense": 
 
 @dataclass(frozen=True)
 class CurvatureBlock:
-    """One block of a curvature: its parameters, their positions in ΔW, and the matrix G over them.
+    """One block of a curvature: its parameters, their positions in ΔW, and its matrix G.
 
     Example:
         >>> import torch

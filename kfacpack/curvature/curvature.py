@@ -57,7 +57,7 @@ def covered_parameters(
     if not covered:
         first_names = ", ".join(list(shapes)[:3])
         problem = f"the task vector contains none of the parameters that this {owner} covers, such as {first_names}"
-        raise TaskVectorError(f"{problem}; check that both belong to the same model")
+        raise TaskVectorError(f"{problem}; check that the task vector and the {owner} belong to the same model")
     check_task_vector(covered, shapes, owner)
     return covered
 
@@ -68,7 +68,7 @@ def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
     Args:
         tau: Changes to parameters, by name.
         shapes: Shapes of all covered parameters, by name.
-        owner: Name of the variable in code examples in error messages, such as "curvature".
+        owner: Variable name of the object that covers the parameters, such as "curvature", for error messages.
 
     Raises:
         TaskVectorError: If the task vector is empty, a parameter is not covered, or a value is not a floating-point

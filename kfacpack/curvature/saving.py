@@ -94,7 +94,7 @@ def parse_shard_size(size: int | str) -> int:
     """Parses a maximum shard size such as `"2GB"` and returns it as a number of bytes.
 
     Raises:
-        KfacpackError: If the text is not a size in bytes.
+        KfacpackError: If `size` is not a valid size.
     """
     try:
         return parse_size(size, 0) or parse_size("", 0)
@@ -302,7 +302,7 @@ def _require_finite(path: str | os.PathLike[str], name: str, tensor: Tensor) -> 
 
 
 FORMAT = "kfacpack.factors/1"
-"""Value of the metadata key "format"."""
+"""Value of the metadata key "format" in an exported file."""
 INSTRUCTIONS = (
     "For each block, join the changes to its parameters into a matrix dW (rows, columns). Each piece of the join is a "
     "parameter or, if the piece has 'rows', the rows [start, stop) of a parameter. The 'view' of a piece is 'matrix' "
@@ -312,7 +312,7 @@ INSTRUCTIONS = (
     "block has G. A one-dimensional tensor is the diagonal of a diagonal matrix: multiply each row by its entry.\n"
     "The penalty is the sum of (dW * G dW).sum() over the blocks. Its gradient with respect to dW is 2 G dW."
 )
-"""Value of the metadata key "how"."""
+"""Value of the metadata key "how" in an exported file."""
 
 
 def export(

@@ -96,7 +96,9 @@ def _damped_root(matrix: Tensor) -> Tensor:
 
 
 def balanced(U: Tensor, V: Tensor) -> LowRankPair:
-    """Converts a product U V to float32 factors that have equal singular values, and drops negligible singular values.
+    """Returns float32 factors of the product U V. Both factors have the same singular values.
+
+    Negligible singular values of U V are dropped.
 
     Args:
         U: Left factor, (m, r).

@@ -27,9 +27,9 @@ class EmbeddedModel:
     name: str
     """Name of the model and of its folder."""
     pretrained: Mapping[str, Any]
-    """Mean and standard deviation of the image normalisation, which the model config does not contain.
+    """Mean and standard deviation for normalising images, under the keys of open_clip's registry of pretrained weights.
 
-    The keys are those of open_clip's registry of pretrained weights.
+    The model config does not contain these values.
     """
     parent: Path = DATA_FOLDER
     """Folder that contains the model's folder."""
@@ -46,7 +46,7 @@ class EmbeddedModel:
 
     @property
     def weights(self) -> Path:
-        """Path of the weights."""
+        """Path of the weights file."""
         return self.parent / self.name / f"{self.name}.safetensors"
 
     @property
@@ -56,7 +56,7 @@ class EmbeddedModel:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """Number of parameters in the weights file."""
         return sum(prod(tensor.shape) for tensor in Container(self.weights).tensors.values())
 
     @property

@@ -61,7 +61,7 @@ def rotate(x: Field, y: Field, half_tangent: Field) -> tuple[Field, Field]:
 
 
 def bend(x: Field, y: Field, rng: CounterRandom, strength: Field, knots: int = 4) -> tuple[Field, Field]:
-    """Adds smooth random offsets to coordinates. The offsets range from -`strength` to `strength`, (N,)."""
+    """Adds smooth random offsets to coordinates. `strength`, (N,), is the largest possible offset along each axis."""
     count = len(x)
     shift = rng.uniform((2, count, knots, knots), -1, 1)
     return (
@@ -81,7 +81,7 @@ def sample_field(images: Field, x: Field, y: Field) -> Field:
     """Samples images bilinearly at given coordinates.
 
     Args:
-        images: Images, (N, S, S), which cover coordinates from -1 to 1. Beyond that, their border pixels are repeated.
+        images: Images, (N, S, S), which cover coordinates from -1 to 1. Outside this range, border pixels are repeated.
         x: Field of x coordinates.
         y: Field of y coordinates.
     """
@@ -108,7 +108,7 @@ def stamp_glyph(stamps: Field, x: Field, y: Field) -> Field:
     """Samples glyph images at given coordinates and returns the coverage.
 
     Args:
-        stamps: Glyph images, (N, S, S), which cover coordinates from -1 to 1. Beyond that, the coverage is 0.
+        stamps: Glyph images, (N, S, S), which cover coordinates from -1 to 1. Outside this range, the coverage is 0.
         x: Field of x coordinates.
         y: Field of y coordinates.
     """
@@ -248,7 +248,7 @@ def _outline(character: str, font: str) -> NDArray[np.float64]:
     from fontTools.pens.basePen import BasePen
 
     class Edges(BasePen):
-        """Pen that collects line segments. Each curve is approximated by several line segments."""
+        """A fontTools pen that collects line segments. Each curve is approximated by several line segments."""
 
         def __init__(self, glyphs: Any):
             super().__init__(glyphs)

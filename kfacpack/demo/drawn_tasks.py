@@ -2,7 +2,7 @@
 
 `hebrew`: letters in ink on lined paper. `syllabics`: Canadian Aboriginal syllables, each next to fragments of other
 syllables; many syllables are rotations of the same shape. `emblems`: partly hidden coloured symbols on an uneven
-background. `weaves`: repeating patterns in two random colours, which are scaled, rotated and bent at random.
+background. `weaves`: repeating patterns in two random colours; each pattern is scaled, rotated and bent at random.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ WEAVES: dict[str, Callable[[Field, Field], Field]] = {
     "plaid": plaid,
     "wavy lines": waves,
 }
-"""Patterns by class.
+"""Patterns by class name.
 
 A pattern is a function that maps coordinates x and y, measured in periods of the pattern, to the signed distance from
 the border between the two colours. The distance is positive in areas of the second colour.

@@ -167,7 +167,7 @@ def write_cache(file: Path | None, splits: ImageSplits) -> None:
 
 
 PRETRAINED_MODEL = "tiny"
-"""Name of the embedded model, which is meant to be used with the embedded tasks."""
+"""Name of the embedded model that is meant to be used with the embedded tasks."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,10 @@ class EmbeddedTask:
     make: Callable[[], ImageSplits]
     """Function that generates all splits."""
     sha256: str
-    """Expected `images_digest` of the splits. For a new task, request a split; the error message shows the digest."""
+    """Expected `images_digest` of the splits.
+
+    To find the digest of a new task, request one of its splits: the error message shows the digest.
+    """
     package: PackageData | None = None
     """Package that contains the images or the fonts; None if no package is needed."""
     namesake: str | None = None

@@ -171,8 +171,9 @@ class CurvatureAccumulator:
             size = batch_size_of(batch) if self._split_inputs else None
             numbers = range(numbers, numbers + (examples if size is None else size))
         if len(numbers) != examples or sum(counts) != rows:
+            problem = f"f has shape {list(f.shape)} for a batch of size {len(numbers)}"
             expected = "one row per example" if max(counts) == 1 else f"{sum(counts)} rows, one per answer position"
-            raise KfacpackError(f"f has {rows} rows for a batch of {len(numbers)} examples; expected {expected}")
+            raise KfacpackError(f"{problem}; expected {expected}")
         if self._reference is not None and numbers[0] == self._reference[0]:
             self._require_independence(f[0].detach(), self._reference[1])
         outputs = f.detach().to(self._output_sum.dtype)

@@ -66,13 +66,13 @@ class UsagePath:
     parts: tuple[int, ...]
     """Index of the part that the path uses, for each operation that splits a tensor."""
     count: int
-    """Number of paths from this parameter to operations that use it."""
+    """Number of paths from the parameter to operations that use it."""
 
 
 GraphSteps = tuple[GraphStep, ...]
 VisitFn = Callable[["Node", Tensor, bool], None]
-"""Function that is called with an operation, the gradient with respect to its output, and whether the backward pass is
-still running."""
+"""Function that is called with an operation, the gradient with respect to its output, and a flag that is True if the
+backward pass is still running."""
 
 
 class AutogradGraph:
@@ -215,8 +215,8 @@ def backward_to_nodes(
         nodes: Operations to visit.
         sinks: Result of `AutogradGraph.sinks` for `nodes`. The backward pass ends at these operations without executing
             them. They are visited after the backward pass.
-        visit: Function that is called with each operation, the gradient with respect to its output, and whether the
-            backward pass is still running.
+        visit: Function that is called with each operation, the gradient with respect to its output, and a flag that is
+            True if the backward pass is still running.
         retain: Whether to keep the graph for another backward pass.
 
     Raises:

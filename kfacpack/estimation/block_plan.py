@@ -3,7 +3,7 @@
 The matrix of a product, a convolution or an embedding lookup gets Kronecker factors, and its bias belongs to the same
 block. Several operations may use different rows of one parameter, as in a fused projection; each of them gets its own
 block. Any other parameter gets a single matrix G, which is dense for up to 2048 elements and diagonal for more. A
-parameter is rejected if it is used several times in another way, or in a computation whose result all examples share.
+parameter is rejected if it is used several times in any other way, or in a computation whose result all examples share.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def _check_diagonal_blocks(block: PlannedBlock, options: EstimateOptions) -> Non
     side = block.join.rows if block.one_hot else min(block.join.rows, block.join.columns)
     if block.structure == "kronecker" and options.diagonal_blocks > side:
         problem = (
-            f"block {block.name!r} has a factor with {side} rows, which cannot be divided into "
+            f"block {block.name!r} has a factor of side length {side}, which cannot be divided into "
             f"{options.diagonal_blocks} diagonal blocks"
         )
         remedy = "Use a smaller K in 'block:K', or exclude the block's parameters with 'params'"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 WIDE_SIDE, WIDE_BLOCKS = 8192, 8
-"""By default, only `WIDE_BLOCKS` diagonal blocks of a Kronecker factor with over `WIDE_SIDE` rows are computed."""
+"""By default, only `WIDE_BLOCKS` diagonal blocks of a Kronecker factor with more than `WIDE_SIDE` rows are computed."""
 
 
 @dataclass(frozen=True)
@@ -258,8 +258,8 @@ class VectorCollector(WholeCollector):
             )
         if vectors.shape[1] != self._G.total.side:
             problem = (
-                f"block {self.planned.name!r}: expected a gradient with {self._G.total.side} elements, as in the first "
-                f"batch, got {vectors.shape[1]}"
+                f"block {self.planned.name!r}: expected a gradient of size {self._G.total.side}, as in the first "
+                f"batch, got size {vectors.shape[1]}"
             )
             raise KfacpackError(f"{problem}; models whose operations depend on their input are not supported")
         self._G.add(vectors)

@@ -44,7 +44,7 @@ def _is_distributed() -> bool:
 def process_group(device: torch.device) -> Iterator[None]:
     """Context manager that joins the process group of torchrun or accelerate.
 
-    It does nothing if neither launcher started several processes, or if a process group exists already.
+    It does nothing if this process was started alone, or if a process group already exists.
 
     Args:
         device: Device of this process. NCCL is used for CUDA devices, and Gloo for all other devices.

@@ -155,9 +155,8 @@ class GramSum(RunningSum):
         self.side = width + ones
         self.blocks = blocks
         if not 1 <= blocks <= self.side:
-            raise KfacpackError(
-                f"expected 1 to {self.side} diagonal blocks for a matrix with {self.side} rows, got {blocks}"
-            )
+            expected = f"expected a number of diagonal blocks from 1 to {self.side}"
+            raise KfacpackError(f"{expected} for a matrix of side length {self.side}, got {blocks}")
         self._dtype = dtype
         self._spans = [(left, min(right, width)) for left, right in spans(self.side, blocks)]
         self._triangles = [TriangleSum(right - left, dtype, device) for left, right in self._spans]

@@ -79,7 +79,7 @@ def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput) -> i
 def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> int:
     """Measures how many bytes autograd saves for a backward pass, excluding weights.
 
-    The largest tensor is counted three times, because two gradients of the same size may exist at the same time.
+    The largest tensor is counted three times, because two gradients of this size may exist at the same time.
 
     Args:
         model: Module whose parameters and buffers are not counted.
@@ -118,7 +118,7 @@ class Gpu:
     """Published specifications of a GPU."""
 
     name: str
-    """Name, including the memory size if the GPU has several variants."""
+    """Name of the GPU, including the memory size if there are several variants."""
     memory: float
     """Size of the memory in bytes."""
     half: float
@@ -265,7 +265,7 @@ def _unmeasured(stream: LayerStream, plan: BlockPlan) -> _Segment:
 def _measured(
     stream: LayerStream, plan: BlockPlan, layer: nn.Module, call: LayerCall, hidden: Tensor, size: int, passes: int
 ) -> _Segment:
-    """Returns the blocks of a layer, and their cost for a batch of `size` examples extrapolated from two examples."""
+    """Returns the blocks of a layer, and their cost for a batch of `size` examples, extrapolated from two examples."""
     accumulator = stream.accumulator(plan, {})
     with FlopCounterMode(display=False) as counter:
         saved = saved_bytes(layer, lambda: call.run(layer, hidden.detach().requires_grad_()))
@@ -305,14 +305,14 @@ def _seconds(
 
 
 def _own_names(stream: LayerStream, plan: BlockPlan) -> list[tuple[str, str]]:
-    """Returns, for each parameter in a plan, a pair of the prefix of its layer and its name."""
+    """Returns a pair (prefix of the layer, parameter name) for each parameter in a plan."""
     prefixes = [stream.layers.prefix(index) for index in range(len(stream.layers))]
     names = dict.fromkeys(name for block in plan.blocks for name in block.parameters)
     return [(next(prefix for prefix in prefixes if name.startswith(prefix)), name) for name in names]
 
 
 def _renamed(blocks: Sequence[BlockForecast], old: str, new: str) -> tuple[BlockForecast, ...]:
-    """Returns the blocks of a layer for another layer, with the prefix `old` of all names replaced with `new`."""
+    """Copies the blocks of a layer for another layer. In all names, the prefix `old` is replaced with `new`."""
     return tuple(
         replace(
             block,

@@ -57,7 +57,7 @@ class MatrixOperation(ABC):
 
     @abstractmethod
     def supports(self, node: Node) -> bool:
-        """Returns whether this call is supported. Calls with groups or scaling are not supported."""
+        """Returns whether the operation at `node` is supported. Operations with groups or scaling are not supported."""
 
     @abstractmethod
     def inputs(self, node: Node) -> Tensor:
@@ -150,7 +150,7 @@ class LinearOperation(MatrixOperation):
     bias_slot = 2
 
     def supports(self, node: Node) -> bool:
-        """Returns True, because all calls are supported."""
+        """Returns True, because `linear` is always supported."""
         return True
 
     def inputs(self, node: Node) -> Tensor:
@@ -393,7 +393,7 @@ def matrix_operation_of(step: GraphStep) -> MatrixOperation:
     key = last_operation((step,))
     operation = MATRIX_OPERATIONS[key]
     if not operation.supports(step.node):
-        problem = f"{key[0]!r} was neither scaled, grouped nor batched in the first batch, but is now"
+        problem = f"the operation {key[0]!r} is scaled, grouped or batched, but was not in the first batch"
         raise KfacpackError(f"{problem}; models whose operations depend on their input are not supported")
     return operation
 

@@ -76,8 +76,8 @@ class Probes:
             KfacpackError: If more orthogonal probes are requested than f has components.
         """
         if self.fisher == "mc" and self.kind == "orthogonal" and self.samples > width and self.output_layer is None:
-            problem = f"expected at most {width} orthogonal probes for an output of width {width}, got {self.samples}"
-            raise KfacpackError(f"{problem}. To cover all directions, use fisher 'exact'")
+            problem = f"{self.samples} orthogonal probes are not possible for an output of width {width}"
+            raise KfacpackError(f"{problem}; expected at most {width}. To cover all directions, use fisher 'exact'")
 
     def passes(self, width: int, rows: int = 1) -> int:
         """Returns the number of backward passes for a batch whose examples have at most `rows` rows of f."""

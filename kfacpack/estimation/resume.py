@@ -172,7 +172,7 @@ def require_unfinished(output: Path) -> None:
     partial = output.parent.glob(f"{escape(output.name)}.partial*")
     if output.exists() and not any(path.is_file() for path in partial):
         problem = "the run is finished, so there is no partial file to resume from"
-        raise KfacpackError(f"{output}: {problem}. Omit --resume to run it again")
+        raise KfacpackError(f"{output}: {problem}. Omit --resume (resume=True) to run it again")
 
 
 @contextmanager

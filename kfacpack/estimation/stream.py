@@ -125,7 +125,8 @@ class LayerStream:
     def __post_init__(self) -> None:
         if distributed.world_size() > 1:
             remedy = "run N separate commands with --shard K/N, then `kfacpack merge --rule shards`"
-            raise KfacpackError(f"--stream supports one process, found {distributed.world_size()}; {remedy}")
+            problem = f"--stream (stream=True) supports only one process, found {distributed.world_size()}"
+            raise KfacpackError(f"{problem}; {remedy}")
         model = self.model
         require_metric(model, self.options.metric)  # before the forward pass, which is slow and stores files
         self.selected = select_parameters(model.module, self.params, model.frozen)

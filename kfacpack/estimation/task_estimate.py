@@ -97,7 +97,7 @@ def estimate_task(
         compress: Codecs that compress the result, such as `"block:8+int8"`; see `kp.compress`.
         params: Names or patterns of the parameters to cover. Defaults to all parameters that the model family
             does not freeze.
-        seed: Seed for the examples and the probes.
+        seed: Seed for the selection of the examples and for the probes.
         batch_size: Number of examples per forward pass.
         offload: Whether to keep the sums on the CPU, regardless of the model's device.
         metric: Measure of a change in f: `"l2"` for the squared norm of the change, or `"kl"` for the Kullback-Leibler
@@ -290,8 +290,8 @@ class TaskEstimate:
         """Forecasts the blocks, size, time and memory of the estimate by running one batch.
 
         Args:
-            gpu: GPU for which the time of a layer-by-layer estimate is forecast. By default, and for other
-                estimates, the time is measured on this machine.
+            gpu: GPU for which the time of a layer-by-layer estimate is forecast. It is ignored for other estimates. By
+                default, the time is measured on this machine.
             keeps_segments: See `forecast_stream`.
         """
         indices = self.indices[: self.batch_size]

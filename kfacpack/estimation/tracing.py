@@ -8,7 +8,8 @@ one dimension, either example by example ("outer": the indices of the examples a
 ("inner": 0 1 0 1 0 1).
 
 If inputs cannot be split into examples, there are two backward passes for a whole batch, one with a seed at its first
-example and one with a seed at its last example. The gradient for one example is zero at the elements of all others.
+example and one with a seed at its last example. The gradient for one example is zero at the elements of all other
+examples.
 
 Functions on rows, (P, features), group the P positions by example. `kept` is a mask, (P,), that is False at padded
 positions; None keeps all rows.
@@ -226,7 +227,7 @@ class ModelTrace:
     precision: float = 0.0
     """Largest machine epsilon of the parameters; see `rounding_unit`."""
     zero_gradients: int = 0
-    """Number of operations whose layout is unknown because their gradients are zero for this example."""
+    """Number of operations whose layout is unknown because their gradients are zero for the traced example."""
     input_gradient: Tensor | None = None
     """Gradient with respect to the inputs of a model segment; None if the trace does not start at such inputs."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
@@ -369,7 +370,7 @@ def _forward_twice(
         try:
             f = call_model(forward, map_tensors(batch, lambda tensor: tensor[[example, example]]))
         except (RuntimeError, ValueError, IndexError):
-            f = None  # input that was split along a wrong dimension; other errors recur with the whole batch
+            f = None  # the input was split along a wrong dimension; other errors recur with the whole batch
         rows = (rows_per_example(batch) or [1] * (example + 1))[example]
         if f is not None and len(f) == 2 * rows and same_output(f[:rows], f[rows:], precision):
             return f, [rows, rows]

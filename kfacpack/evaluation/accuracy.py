@@ -41,7 +41,7 @@ class ProgressCounter:
         on_progress(0, total)
 
     def add(self, examples: int) -> None:
-        """Increases the number of examples done by `examples` and reports the progress."""
+        """Adds `examples` to the number of examples done, and reports the progress."""
         self._done += examples
         self._on_progress(self._done, self._total)
 
@@ -207,8 +207,8 @@ def head_of(model: Model, task: Task, vector: TaskVector | None) -> Head:
 def vector_head(task: Task, vector: TaskVector | None) -> Head | None:
     """Returns the vector's head for a task, or None if the vector has no such head.
 
-    If the vector has no head for the task itself, but heads for class splits of the same task, such as "cars@1/4" for
-    "cars", their common head is returned.
+    If the vector has no head for the task itself, but has heads for class splits of the same task, such as "cars@1/4"
+    for "cars", the head that these class splits share is returned.
 
     Raises:
         KfacpackError: If the heads of several class splits differ.
@@ -224,7 +224,7 @@ def vector_head(task: Task, vector: TaskVector | None) -> Head | None:
     for name, head in others:
         if difference := first.difference(head):
             problem = f"the vector's heads for {printable(first_name)} and {printable(name)} differ: {difference}"
-            raise KfacpackError(f"{printable(task.name)}: {problem}. Choose one with --head (head=...)")
+            raise KfacpackError(f"{printable(task.name)}: {problem}. Choose a head with --head (head=...)")
     return first
 
 

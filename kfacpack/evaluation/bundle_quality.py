@@ -433,7 +433,7 @@ def effective_rank(values: Tensor) -> float:
 
 
 def _describe_spectrum(values: Tensor) -> dict[str, Any]:
-    """Returns the number, sum and effective rank of all eigenvalues, and a selection of the eigenvalues.
+    """Returns the size, trace and effective rank of a matrix, and a selection of its eigenvalues with their ranks.
 
     Args:
         values: Eigenvalues, (n,), in descending order.

@@ -52,7 +52,7 @@ class InterferencePair(TypedDict):
     aligned: float
     """Predicted drift if all blocks change f in the same direction: (Σ √q)², where q is the drift of one block."""
     relative: float | None
-    """Predicted drift divided by the same vector's predicted drift on its own task; null if that is unknown or zero."""
+    """Predicted drift divided by the vector's predicted drift on its own task; null if this drift is unknown or 0."""
     measured: float | None
     """Drift measured on examples of the task; null if there are no examples."""
     blocks: dict[str, float]
@@ -69,7 +69,7 @@ class InterferenceTask(TypedDict):
     own: float | None
     """Predicted drift of the task's own vector; null if this vector was not passed, or if the bundle is merged."""
     others: float
-    """Sum of the predicted drifts of the vectors of other tasks."""
+    """Sum of the drifts that the vectors of other tasks are predicted to cause on this task."""
     relative: float | None
     """`others` divided by `own`; null if `own` is null or zero."""
 
@@ -285,7 +285,7 @@ def _task(name: str, tasks: Sequence[str], pairs: Sequence[InterferencePair]) ->
 
 
 def _blocks(pairs: Sequence[InterferencePair]) -> list[InterferenceBlock]:
-    """Returns the contribution of each block to the predicted drift, summed over the pairs, in descending order."""
+    """Sums each block's contribution to the predicted drift over the pairs. Returns the sums in descending order."""
     totals: dict[str, float] = {}
     for pair in pairs:
         for block, value in pair["blocks"].items():

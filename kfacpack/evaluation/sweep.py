@@ -271,7 +271,7 @@ def validation_set(task: Task, examples: int | str = "all", seed: int = 0) -> Ev
         KfacpackError: If the task has no validation split.
     """
     if VALIDATION not in task.splits:
-        problem = f"expected a split {VALIDATION!r} for the selection of α, but the task has only the splits "
+        problem = f"the selection of α needs a split {VALIDATION!r}, which is not among the splits of the task: "
         remedy = "Add validation-*.parquet or validation/CLASS/ to the folder of the task, or evaluate a single α"
         splits = ", ".join(map(printable, task.splits))
         raise KfacpackError(f"{printable(task.name)}: {problem}{splits}. {remedy}")
@@ -372,17 +372,17 @@ class TaskNegation(TypedDict):
     alpha: float
     """Factor by which the subtracted vector is multiplied."""
     accuracy: float
-    """Accuracy after the subtraction."""
+    """Accuracy on the task to forget after the subtraction."""
     before: float
-    """Accuracy before the subtraction."""
+    """Accuracy on the task to forget before the subtraction."""
     chance: float
     """Chance level: 1 divided by the number of classes."""
     removed: float | None
     """Fraction of the accuracy above chance that was removed; null if `before` is not above `chance`."""
     control: float
-    """Accuracy of the control task after the subtraction."""
+    """Accuracy on the control task after the subtraction."""
     control_before: float
-    """Accuracy of the control task before the subtraction."""
+    """Accuracy on the control task before the subtraction."""
 
 
 class Negation(TypedDict):
@@ -444,7 +444,7 @@ def negate(
         problem = f"alpha is {negative[0]:g}, expected zero or a positive number"
         raise KfacpackError(f"{problem}: the vector is already negated, so a negative α would add it")
     if not 0 < keep <= 1:
-        raise KfacpackError(f"keep is {keep:g}, expected a fraction of the control's accuracy, above 0 and at most 1")
+        raise KfacpackError(f"keep is {keep:g}, expected a fraction of the control's accuracy: above 0, at most 1")
     if control.name in [target.name for target in targets]:
         raise KfacpackError(f"{control.name!r} is both a task to forget and the control; choose another control task")
     for task in (*targets, control):
@@ -475,7 +475,7 @@ def choose_negation_alpha(
 ) -> int:
     """Returns the index of the α to use for negation.
 
-    Of the values at which the control keeps enough accuracy, this one has the smallest mean accuracy on the targets.
+    This α gives the smallest mean accuracy on the targets among the values at which the control keeps enough accuracy.
     Accuracies below chance count as chance, so that α is not increased further at the expense of the control task.
 
     Args:

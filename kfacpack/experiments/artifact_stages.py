@@ -282,7 +282,7 @@ class TrainStage(TaskVectorStage):
 
     merged: MergeStage | None
     mask: MergeStage | None = None
-    """Stage that writes the bundle from which the regime `sparse` selects the weights to train."""
+    """Stage that writes the bundle with which the regime `sparse` selects the weights to train."""
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
@@ -295,7 +295,7 @@ class TrainStage(TaskVectorStage):
 
     @property
     def _protected(self) -> tuple[str, ...]:
-        """Tasks whose drift is penalised on their own data; empty unless the penalty of the arm is `data`."""
+        """Tasks on whose data the drift is penalised; empty unless the penalty of the arm is `data`."""
         return self.context.plan.protected(self.arm, self.task) if self._arm.penalty == "data" else ()
 
     def settings(self) -> dict[str, Any]:

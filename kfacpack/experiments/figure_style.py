@@ -28,7 +28,7 @@ from kfacpack.format.writer import write_atomically
 P = ParamSpec("P")
 
 WIDTH = 5.0
-"""Default width of a figure in inches, which equals 360 points.
+"""Default width of a figure in inches. Five inches are 360 points.
 
 On a screen that is 360 pixels wide, a font of 10 points is therefore 10 pixels high.
 """

@@ -493,7 +493,8 @@ def choose_jobs(context: RunContext, requested: int | None) -> int:
         warnings.warn(warning, JobsWarning, stacklevel=4)
         jobs = fitting
     if context.device.type == "cpu" and jobs > 1 and jobs * context.threads > usable_cores():
-        problem = f"{jobs} processes with {context.threads} thread(s) each share {usable_cores()} core(s)"
+        counts = f"processes: {jobs}, threads per process: {context.threads}, cores: {usable_cores()}"
+        problem = f"the processes have more threads than there are cores ({counts})"
         remedy = "fewer processes or threads may be faster (--jobs, --threads)"
         warnings.warn(f"{problem}; {remedy}", JobsWarning, stacklevel=4)
     return jobs

@@ -183,7 +183,7 @@ class NegationStage(MeasurementStage):
         return dict(negation)
 
     def cost(self) -> float:
-        """Returns the cost of evaluating both tasks on the validation and test splits."""
+        """Returns the cost of evaluating the vector's task and the control task on the validation and test splits."""
         tasks = (self.vector.task, self.control)
         examples = sum(count_examples(self, task, split) for task in tasks for split in ("validation", "test"))
         return _passes(self, self.vector.arm, self.alphas) * examples

@@ -207,7 +207,7 @@ class KindForecast:
 
     kind: str
     stages: int
-    """Number of stages."""
+    """Number of stages of this kind."""
     bytes: int
     """Total size in bytes of the files that these stages write."""
     hours: float

@@ -139,7 +139,7 @@ class Plan(PlanSection):
         for number, method in enumerate(evaluation.methods):
             if method.compress and self.curvature.compress:
                 problem = f"all bundles are already compressed by curvature.compress: {self.curvature.compress}"
-                remedy = "Remove curvature.compress, or compress from this method"
+                remedy = "Remove curvature.compress, or remove the key compress from this method"
                 return ("evaluation", "methods", number), f"{problem}. {remedy}"
         measures_drift = evaluation.drift is not None and evaluation.in_depth != ()
         has_factors = (
@@ -148,7 +148,7 @@ class Plan(PlanSection):
             or any(arm.penalty == "kronecker" for arm in self.arms.values())
         )
         if evaluation.spectra and not has_factors:
-            problem = "spectra requires Kronecker factors, but no arm has penalty: kronecker and no method uses bundles"
+            problem = "no arm has 'penalty: kronecker' and no method uses bundles, but spectra needs Kronecker factors"
             return ("evaluation", "spectra"), f"{problem}. Add such an arm or method, or remove spectra"
         references: list[tuple[KeyPath, str]] = []
         if evaluation.negation:
@@ -195,7 +195,7 @@ class Plan(PlanSection):
         return key, next(number for number, task in enumerate(getattr(self, key)) if task.name == name)
 
     def protected(self, arm: str, task: str) -> tuple[str, ...]:
-        """Returns the tasks whose drift is penalised while the vector for `task` is trained in `arm`."""
+        """Returns the tasks on which the drift is penalised while the vector for `task` is trained in `arm`."""
         names = self.arms[arm].protects or tuple(section.name for section in self.tasks)
         return tuple(name for name in names if name != task)
 

@@ -250,7 +250,7 @@ def _describe(key_path: KeyPath, error: Any) -> str:
         return f"unknown key; expected one of: {', '.join(_expected_keys(key_path[:-1]))}"
     message = _MESSAGES.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "should")
     if kind == "too_short":
-        message = f"expected at least {context['min_length']} entries"
+        message = f"too few entries; expected at least {context['min_length']}"
     return printable(f"{message}, got {printable(repr(error.get('input')))[:80]}", max_length=1000)
 
 

@@ -59,7 +59,7 @@ class ModelSection(PlanSection):
     image_size: Positive | None = None
     dtype: FloatType = "float32"
     prompts: PromptStyle | None = None
-    """Prompt style of a `t5:` or `lm:` model; the values are those of `--prompts`."""
+    """Prompt style of a model named `t5:…` or `lm:…`; the values are those of `--prompts`."""
     params: Annotated[tuple[ShortText, ...], Field(min_length=1)] | None = None
     """Names or patterns of the parameters that bundles cover and vectors change, in the syntax of `--params`."""
     head: HeadKind = "auto"
@@ -197,7 +197,7 @@ class ArmSection(PlanSection):
     budget: Budget | None = None
     """Maximum size of each bundle of this arm, in the syntax of `kfacpack compress --budget`."""
     protects: Annotated[tuple[ShortText, ...], Field(min_length=1)] | None = None
-    """Tasks or references whose drift is penalised. Defaults to all other tasks of the plan."""
+    """Tasks or references on which the drift is penalised. Defaults to all tasks except the trained one."""
     curvature: CurvatureSection = CurvatureSection()
     """Settings of this arm that override the plan's `curvature`."""
     training: TrainingSection = TrainingSection()

@@ -391,9 +391,10 @@ def negation(results: Results) -> Section | None:
     return Section(
         id="negation",
         title="Removing a task",
-        how_to_read="The vector of each task is multiplied by α and subtracted. The selected α lowers the accuracy on "
-        "the task most while the control task keeps enough of its accuracy, as measured on the validation examples. "
-        "“After” should be close to “chance”, and the accuracy of the control task should hardly change.",
+        how_to_read="The vector of each task is multiplied by α and subtracted. α is selected on the validation "
+        "examples. Of the values at which the control task keeps enough of its accuracy, the one that lowers the "
+        "accuracy on the task most is selected. “After” should be close to “chance”, and the accuracy on the control "
+        "task should hardly change.",
         tables=tables,
     )
 

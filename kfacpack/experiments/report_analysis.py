@@ -132,8 +132,8 @@ def drift(results: Results) -> Section | None:
         title="Drift: do the bundles predict the change in f?",
         how_to_read="A bundle predicts, without the data, how much a vector changes f on the task of the bundle. "
         "Points on the dashed line are predicted exactly. Below the line, the prediction is too large; above the line, "
-        "it is too small. Single layers are close to the line. Whole vectors are above the line, because a bundle "
-        "contains no terms between layers, while the layers of a trained vector act in the same direction.",
+        "it is too small. Single layers are close to the line. Whole vectors are above the line: the layers "
+        "of a trained vector act in the same direction, but a bundle contains no terms between layers.",
         pictures=pictures,
         tables=[table],
     )

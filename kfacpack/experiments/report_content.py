@@ -64,7 +64,7 @@ class Cell(ReportModel):
     kind: CellKind
     value: int | float | str | None
     std: float | None = None
-    """Standard deviation over seeds."""
+    """Standard deviation of the value over seeds."""
 
     @property
     def shown(self) -> str:
@@ -145,7 +145,7 @@ def joined_text(cells: Sequence[Cell]) -> str:
 
 
 def over_seeds(kind: CellKind, values: Iterable[float | None]) -> Cell:
-    """Returns a cell with the mean and, if there are several values, the standard deviation. None is ignored."""
+    """Returns a cell with the mean and, if there are several values, the standard deviation. Ignores None values."""
     present = [value for value in values if value is not None]
     if not present:
         return Cell(kind=kind, value=None)
@@ -162,10 +162,10 @@ def mean_sweep(seeds: Sequence[SeedResult | AddedResult]) -> SweepResult | None:
 
 
 def mean_maps(seeds: Sequence[SeedResult]) -> list[tuple[DisentanglementResult, int]]:
-    """Averages ξ for each pair of tasks over the seeds for which ξ was measured at the same values of α.
+    """Averages ξ over seeds, separately for each pair of tasks and each list of values of α.
 
     Returns:
-        For each pair, the averaged result and the number of seeds.
+        For each pair and list, the averaged result and the number of seeds.
     """
     groups: dict[tuple[object, ...], list[DisentanglementResult]] = {}
     for seed in seeds:

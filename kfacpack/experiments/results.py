@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 RESULTS, TIMES, EVENTS = "results.json", "times.json", "events.jsonl"
 _NOISE = 1e-9
-"""Differences between mean accuracies below this value are rounding errors.
+"""Two mean accuracies that differ by at most this value are considered equal, because of rounding errors.
 
-A single prediction changes an accuracy by more than that, for example by 1e-7 if there are ten million examples.
+A single prediction changes an accuracy by more than this value, for example by 1e-7 if there are ten million examples.
 """
 
 
@@ -379,7 +379,7 @@ def open_events(root: Path) -> IO[str]:
 
 
 def _read_times(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads the durations of earlier runs, by stage key. Ignores an unreadable file, as no result depends on it."""
+    """Reads the durations of stages in earlier runs, by key. Ignores an unreadable file, as no result depends on it."""
     try:
         content = json.loads(path.read_bytes())
         stages = [*content["stages"], *content.get("others", ())]

@@ -160,7 +160,7 @@ class NegatedTask(ResultModel):
     control: FiniteFloat
     control_before: FiniteFloat
     control_task: str | None = None
-    """Name of the control task. If the control task in the plan is itself negated, this is its substitute."""
+    """Name of the control task, or of its substitute if the control task of the plan is itself negated."""
 
 
 class NegationResult(ResultModel):
@@ -264,7 +264,7 @@ class Summary(ResultModel):
     control_kept: FiniteFloat | None = None
     auroc: FiniteFloat | None = None
     individual_perplexity: FiniteFloat | None = None
-    """Geometric mean of the perplexity over all seeds and all tasks with completions."""
+    """Geometric mean of the perplexity with each task's own vector, over all seeds and tasks with completions."""
     added_perplexity: FiniteFloat | None = None
 
 

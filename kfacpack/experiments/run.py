@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     """Called with the number of completed units, the total number of units and a status message."""
 
     StageDisplay = Callable[[Stage, int, int], AbstractContextManager[StageCallback]]
-    """Called with a stage, its number and the number of stages; returns a context that yields the progress callback."""
+    """Called with a stage, its number and the number of stages; the context manager yields a `StageCallback`."""
 
 
 class RunContext:

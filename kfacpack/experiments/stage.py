@@ -43,7 +43,7 @@ class QuotedWord(str):
 
 
 def command(*words: object) -> str:
-    """Joins words into a `kfacpack` command line, quoting each for the shell unless it is a `QuotedWord`."""
+    """Joins words into a `kfacpack` command line, quoting each word for the shell unless it is a `QuotedWord`."""
     quoted = (word if isinstance(word, QuotedWord) else shlex.quote(str(word)) for word in words)
     return " ".join(["kfacpack", *quoted])
 
@@ -153,7 +153,7 @@ class Stage(ABC):
     """A unit of work in a run, which writes one output file."""
 
     kind: ClassVar[str]
-    """Folder for the files of this kind of stage."""
+    """Name of the kind of stage, and of the folder for its files."""
     suffix: ClassVar[str] = ".json"
     purpose: ClassVar[str]
     """Short description of the files that this kind of stage writes."""
@@ -239,7 +239,7 @@ class MeasurementStage(Stage):
         """Performs the measurement and returns the values to write."""
 
     def make(self, monitor: StageProgress) -> None:
-        """Performs the measurement and writes the values with a hash of the values."""
+        """Performs the measurement and writes the values together with their hash."""
         values = self.measure(monitor.interruptible())
         write_atomically(self.path, json.dumps({"sha256": _digest(values), "found": values}, indent=1).encode())
 

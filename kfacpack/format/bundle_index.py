@@ -116,9 +116,8 @@ class ShardedContainer(Container):
             container = Container(self.location(shard))
         except (BundleError, HubError) as error:
             problem = f"the shard {shard.file} cannot be opened: {error.problem}"
-            raise BundleError(
-                self.path, problem, None, f"Put all {len(self.shards)} shards into the same folder as the index"
-            ) from error
+            remedy = f"Put all shards of the bundle ({len(self.shards)} in total) into the same folder as the index"
+            raise BundleError(self.path, problem, None, remedy) from error
         if container.nbytes != shard.nbytes or container.metadata.get(SEAL_KEY) != shard.sha256:
             digest = (container.metadata.get(SEAL_KEY) or "none")[:16]
             expected = f"expected {shard.nbytes} bytes and digest {shard.sha256[:16]}"

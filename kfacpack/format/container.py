@@ -359,7 +359,7 @@ def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
     """Reads the header of a file. Returns the length prefix and the header as unmodified bytes."""
     prefix = os.pread(descriptor, 8, 0)
     if len(prefix) < 8:
-        raise BundleError(path, f"is only {nbytes} bytes long, expected at least 8", remedy=download_again(path))
+        raise BundleError(path, f"is too short: expected at least 8 bytes, got {nbytes}", remedy=download_again(path))
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         start = os.pread(descriptor, 32, 0)
@@ -417,7 +417,7 @@ def tensor_specs(path: FileLocation, entries: dict[str, Any], start: int, nbytes
             raise BundleError(path, problem, where=f"tensor {name!r}", remedy=download_again(path))
         position, previous = spec.stop, repr(name)
     if position != nbytes:
-        problem = f"contains {nbytes - position} unexpected bytes after {previous}, where the file should end"
+        problem = f"ends at byte {nbytes}, but should end at byte {position}, immediately after {previous}"
         raise BundleError(path, problem, remedy=download_again(path))
     return tensors
 

@@ -199,7 +199,7 @@ class Scaling(Entry):
     @model_validator(mode="after")
     def _check_formula(self) -> Scaling:
         if self.formula != FORMULAS[self.sharing]:
-            raise ValueError(f"for {self.sharing!r} the formula must be {FORMULAS[self.sharing]!r}")
+            raise ValueError(f"the formula for the sharing {self.sharing!r} must be {FORMULAS[self.sharing]!r}")
         return self
 
 
@@ -322,7 +322,7 @@ class About(Entry):
     output_scale: OutputScale | None = None
     """Scale of f on the examples. Penalties divide the drift of f by this scale. Added in format version 1.1."""
     metric: Literal["kl"] | None = None
-    """`kl` if ½ τᵀGτ approximates the Kullback-Leibler divergence between distributions over the vocabulary.
+    """`kl` if ½ τᵀGτ approximates the Kullback-Leibler divergence between the token distributions at θ0 and θ0 + τ.
 
     If None, the metric is `l2`: τᵀGτ approximates the squared norm of the change in f. Added in format version 1.2.
     """

@@ -77,7 +77,7 @@ class SealedFile:
 
     @property
     def manifest_json(self) -> dict[str, Any]:
-        """The manifest as plain JSON values, including keys that are unknown to this version.
+        """The manifest as plain JSON values, including keys that this version of kfacpack does not know.
 
         The manifest is parsed on each access, to save memory when many files are open.
         """
@@ -201,7 +201,7 @@ class Bundle(SealedFile):
 
     @property
     def dense_bytes(self) -> int:
-        """Uncompressed size of all matrices in float32, in bytes. Of diagonal matrices, only the diagonal is stored."""
+        """Uncompressed size of all matrices in float32, in bytes. Diagonal matrices count as vectors."""
         return 4 * sum(LAYOUTS[matrix.form].full(matrix.side) for matrix in self.manifest.matrices)
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:

@@ -227,7 +227,7 @@ def coverage_problem(blocks: Sequence[JoinedBlock], shapes: Mapping[str, Shape])
         # Spans cover a parameter exactly once if each begins where the previous one ends.
         if [0, *(stop for _, stop in spans)] != [*(start for start, _ in spans), _length(shape)]:
             rows = [list(span) for span in spans[:8]]
-            problem = f"must be covered exactly once, but the blocks cover the row ranges {rows} (shape {list(shape)})"
+            problem = f"must be covered exactly once; shape: {list(shape)}, covered row ranges: {rows or 'none'}"
             return f"parameter {name!r}", problem
     return None
 
@@ -289,5 +289,5 @@ def _check_reference(
         problem += f", so the matrix {name!r} must have side length {side}, got {matrices[name].side}"
         raise BundleError(path, problem, where)
     if block.structure == "diagonal" and matrices[name].form != "diagonal":
-        problem = f"is diagonal, but {name!r} has the form {matrices[name].form!r}, expected 'diagonal'"
+        problem = f"is diagonal, but the matrix {name!r} has the form {matrices[name].form!r}, expected 'diagonal'"
         raise BundleError(path, problem, where)

@@ -91,7 +91,7 @@ class HeadEntry(Entry):
 
 
 class TaskEntry(Entry):
-    """A task of a vector: its data, its training settings and its head."""
+    """A task of a task vector: its data, its training settings and its head."""
 
     source: Source
     training: Training | None = None
@@ -104,7 +104,7 @@ class TaskEntry(Entry):
 
 
 class Addend(Entry):
-    """A vector that was added or merged, identified by its digest. For a sum, the addends are listed instead."""
+    """A vector that was added or merged, identified by its digest. When sums are added, their addends are listed."""
 
     sha256: Digest
     coefficient: StrictFloat
@@ -126,7 +126,7 @@ class CheckpointEntry(Entry):
     """Name of the local file or folder, or `hf://[datasets/]owner/repo[/path]`."""
     kind: CheckpointKind
     revision: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
-    """Commit of a checkpoint on the Hub."""
+    """Commit of the checkpoint if it is on the Hub."""
     files: Annotated[tuple[FileEntry, ...], FailFast(), Field(min_length=1)]
     """The files that determine the vector: the weights and, for an adapter, its config."""
 
@@ -195,12 +195,12 @@ class MethodEntry(Entry):
 
     @property
     def max_iterations(self) -> int:
-        """The maximum number of solver iterations over all blocks."""
+        """The largest number of solver iterations that any block needed."""
         return max((block.iterations for block in self.blocks), default=0)
 
     @property
     def worst_residual(self) -> float:
-        """The maximum relative residual of the linear system over all blocks."""
+        """The largest relative residual of the linear systems of all blocks."""
         return max((block.residual for block in self.blocks), default=0.0)
 
     @property

@@ -301,7 +301,7 @@ def _link(descriptor: int, path: Path) -> None:
 
 
 def _remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes temporary files that interrupted attempts to write the same target left behind."""
+    """Removes old temporary files that were left behind by interrupted attempts to write the same target."""
     for path in paths:
         with contextlib.suppress(OSError):  # another writer may have removed it in the meantime
             if time.time() - path.stat().st_ctime > ABANDONED_AFTER:

@@ -60,7 +60,7 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
     yield "scaling", f"{manifest.scaling.sharing}, scaled like the true GGN (1/N Σ JᵀJ)"
     psd = sum(matrix.psd for matrix in manifest.matrices)
     if psd < len(manifest.matrices):
-        yield "psd", f"{psd} of {len(manifest.matrices)} matrices are guaranteed to be positive semi-definite"
+        yield "psd", f"guaranteed to be positive semi-definite: {psd} of {len(manifest.matrices)} matrices"
     if manifest.losses:
         steps = (f"{loss.step} (error of G {relative_error(loss.frobenius)})" for loss in manifest.losses)
         yield "lossy steps", abbreviate(steps)
@@ -124,7 +124,7 @@ def _summarise_storage(manifest: VectorManifest) -> Iterator[str]:
     ranks = [entry.rank for entry in manifest.storage if entry.rank]
     if ranks:
         span = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
-        yield f"{len(ranks)} parameters as factors of rank {span}"
+        yield f"{len(ranks)} parameter{'s' if len(ranks) > 1 else ''} as factors of rank {span}"
     if unchanged := sum(entry.rank == 0 for entry in manifest.storage):
         yield f"{unchanged} unchanged"
     if entries := [entry.entries for entry in manifest.storage if entry.entries is not None]:
@@ -373,7 +373,10 @@ def model_option(base: Base) -> str | None:
 
 
 _TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _open_clip_id), "timm": (".", _timm_id)}
-"""For each prefix of `--model`, the separator between name and tag, and the function that returns the Hub id."""
+"""The separator between name and tag, and the function that returns the Hub id, by prefix of `--model`.
+
+Contains only the prefixes whose model names may have a tag.
+"""
 
 
 def model_from_option(option: str) -> tuple[str, str]:
@@ -406,7 +409,7 @@ def dataset_id(source: Source) -> str | None:
 def data_option(source: Source) -> str:
     """Returns the `--data` option that selects a task's data, with a leading space.
 
-    The result is an empty string if the name of the task already selects the same data.
+    The result is an empty string if the name of the task alone selects the data.
     """
     name = base_task_name(source.task)
     embedded, published = TASKS.get(name), PUBLISHED.get(name)

@@ -37,9 +37,9 @@ class ImportResult:
     files: tuple[str, ...]
     """Names of the files that were read."""
     blocks: int
-    """Number of blocks."""
+    """Number of blocks in the bundle."""
     parameters: int
-    """Number of covered parameters."""
+    """Number of parameters that the bundle covers."""
     examples: int
     """Number of examples used for the estimate."""
     positions: int
@@ -54,7 +54,7 @@ class ImportResult:
 
 
 Importer = Callable[..., ImportResult]
-"""A function that converts published factors into a bundle, with the arguments of `import_mammoth`."""
+"""A function that converts published factors into a bundle. It takes the arguments of `import_mammoth`."""
 
 
 DOWNLOAD_HINT = "download the files by other means and pass the folder that contains them"

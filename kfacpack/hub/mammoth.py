@@ -194,7 +194,7 @@ def _check_names(files: Mapping[str, UnpickledTensors], layers: Sequence[Mammoth
         expected = {layer.mammoth_name for layer in layers if layer.kronecker == (part != "ffT")}
         tensors = files[part]
         if unknown := sorted(set(tensors.specs) - expected):
-            problem = f"has factors for {unknown[0]!r}, which is not in {model.name}"
+            problem = f"has factors for the layer {unknown[0]!r}, which {model.name} does not have"
             raise KfacpackError(f"{tensors.origin}: {problem}. {OTHER_MODEL}")
         if missing := sorted(expected - set(tensors.specs)):
             others = len(missing) - 1
@@ -223,7 +223,7 @@ def _check_ones(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothL
         if layer.kronecker and len(layer.parameters) > 1:
             corner = float(files["aaT"][layer.mammoth_name][-1, -1])
             if not abs(corner - examples) <= ROUNDING * examples:
-                expected = f"expected {examples}, the number of examples"
+                expected = f"expected the number of examples, {examples}"
                 problem = f"the last entry of {layer.mammoth_name!r} is {corner:g}, {expected}"
                 cause = "The sums were not divided by the number of positions, or were computed on other examples"
                 raise KfacpackError(f"{files['aaT'].origin}: {problem}. {cause}")
@@ -245,7 +245,7 @@ def _compare_weights(files: Mapping[str, UnpickledTensors], model: Model) -> boo
     gap = float((files["ffT"]["ln_post.bias"].double() - expected).norm() / expected.norm())
     if not gap <= 10 * ROUNDING:
         problem = f"the factors were not computed at the weights of {model.name}: their relative difference from the "
-        problem += f"factors that its output projection implies is {gap:.2g}, expected at most {10 * ROUNDING:g}"
+        problem += f"factors implied by the model's output projection is {gap:.2g}, expected at most {10 * ROUNDING:g}"
         raise KfacpackError(f"{files['ffT'].origin}: {problem}. {OTHER_MODEL}")
     return True
 
@@ -400,7 +400,7 @@ def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequenc
             problem = f"{layer.name!r} shares a block with {lacking[0]!r}, which `params` does not select"
             raise KfacpackError(f"{problem}. Select both or neither")
     if not selected_layers:
-        raise KfacpackError(f"params {' '.join(params or ())}: no factors are published for these parameters")
+        raise KfacpackError(f"params {' '.join(params or ())}: no factors are published for any selected parameter")
     return selected_layers
 
 
@@ -427,15 +427,18 @@ def _select_prefix(location: Path | HubFolder, names: Sequence[str], task: str |
     available = ", ".join(f"{prefix} ({name})" if (name := _task_of(prefix)) else prefix for prefix in prefixes)
     if files is not None:
         if files not in prefixes:
-            raise KfacpackError(f"{location}: no files have the prefix {printable(files)!r}; available: {available}")
+            problem = f"no files have the prefix {printable(files)!r}"
+            raise KfacpackError(f"{location}: {problem}; available prefixes: {available}")
         return files
     if task is not None and any(task in TASKS.get(prefix.rpartition("_task_")[0], ()) for prefix in prefixes):
         prefixes = [prefix for prefix in prefixes if _task_of(prefix) == task]
         if not prefixes:
             remedy = "Select files with `files`, or pass another task name"
-            raise KfacpackError(f"{location}: contains no files for {task}; available: {available}. {remedy}")
+            problem = f"contains no files for the task {task}"
+            raise KfacpackError(f"{location}: {problem}; available prefixes: {available}. {remedy}")
     if len(prefixes) > 1:
-        raise KfacpackError(f"{location}: contains several tasks; select one with `files`. Available: {available}")
+        remedy = f"select one with `files`. Available prefixes: {available}"
+        raise KfacpackError(f"{location}: contains several tasks; {remedy}")
     return prefixes[0]
 
 
@@ -472,7 +475,7 @@ def _left_out(
     published = {name for layer in layers for name in layer.parameters}
     for name, _ in model.module.named_parameters():
         if name.startswith(TOWER) and name not in published:
-            yield name, "not among the published factors"
+            yield name, "no factors are published for this parameter"
     for name in names:
         if name not in read:
             match = FILE.fullmatch(name)

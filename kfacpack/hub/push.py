@@ -43,7 +43,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 @dataclass(frozen=True)
 class PushedFile:
-    """A file that was passed to `push`, which uploads the file unless it is unchanged."""
+    """A file that was passed to `push`. Unchanged files are not uploaded."""
 
     item: Artifact
     unchanged: bool
@@ -121,7 +121,7 @@ def push(
         item.require_valid(path, on_progress)
     existing, branch_missing = _inspect_target(name, revision)
     if private and existing and not existing.private:
-        problem = "is a public repository; only new repositories can be made private here"
+        problem = "is a public repository; the option `private` applies only to new repositories"
         raise HubError(name, problem, "Change the visibility in the repository's settings on the Hub")
     stored = {file.name: file for file in existing.files} if existing else {}
     pushed = tuple(PushedFile(item, _is_unchanged(Path(path), stored.get(item.name))) for path, item in items)
@@ -426,7 +426,7 @@ def _only(names: Sequence[str], source: str, storage: PretrainedFormat) -> str:
         return names[0]
     what = {"bundle": "curvature", "vector": "task vector"}[storage.kind]
     if not names:
-        raise KfacpackError(f"{printable(source)}: contains no {what}; expected {storage.filename}")
+        raise KfacpackError(f"{printable(source)}: contains no {what} file; expected a file such as {storage.filename}")
     listed = printable(", ".join(names))
     problem = f"contains {len(names)} {what} files"
     raise KfacpackError(f"{printable(source)}: {problem}; pass one of them as filename: {listed}")

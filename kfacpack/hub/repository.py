@@ -56,7 +56,7 @@ class RepositoryFile:
     sha256: str | None
     """SHA-256 of the content; None for small files, which are stored in git itself."""
     git: str
-    """Id of the git blob."""
+    """Id of the file's git blob."""
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ def answer(**fields: Any) -> None:
 def limit(largest: int, total: int, seconds: int) -> None:
     """Limits the memory, CPU time and output size of this process, and prevents it from starting other processes.
 
-    The memory limit is the sum of the memory that is already mapped, which is mostly used by torch, of three times
-    `largest`, and of `SPARE_MEMORY`.
+    The memory limit is the amount of memory that is already mapped (mostly by torch), plus three times `largest`, plus
+    `SPARE_MEMORY`.
 
     Args:
         largest: Size of the largest input file in bytes.
@@ -146,12 +146,12 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
 
     named = {single: loaded} if isinstance(loaded, torch.Tensor) else loaded
     if not isinstance(named, dict):
-        raise RefusedError(f"contains a {type(named).__name__}, expected a dictionary of tensors")
+        raise RefusedError(f"contains an object of type {type(named).__name__}, expected a dictionary of tensors")
     for name, tensor in named.items():
         if not isinstance(name, str) or not NAME.fullmatch(name) or name == "__metadata__":
             raise RefusedError(f"has an entry with the key {str(name)[:80]!r}, expected the name of a parameter")
         if not isinstance(tensor, torch.Tensor):
-            raise RefusedError(f"the entry {name!r} is a {type(tensor).__name__}, expected a tensor")
+            raise RefusedError(f"the entry {name!r} has type {type(tensor).__name__}, expected a tensor")
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
             raise RefusedError(f"the entry {name!r} is not a dense CPU tensor")
         if tensor.dtype not in dtype_names():

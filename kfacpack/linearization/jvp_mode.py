@@ -1,8 +1,8 @@
 """Computes tangents alongside a forward pass, operation by operation.
 
 The dispatch mode runs below autograd, where a model is a sequence of operations on plain tensors, whatever modules,
-casts, fused layers or custom functions it consists of. Every operation is computed once, together with its tangent:
-its change along τ. Autograd records the operation, but not the computation of the tangent.
+casts, fused layers or custom functions it consists of. Every operation is computed once, together with its tangent,
+which is the change in its result along τ. Autograd records the operation, but not the computation of the tangent.
 
 Most tangents come from torch's forward mode. Matrix products and convolutions have rules here because torch's
 derivatives do redundant work. Fused attention kernels have rules because torch has no forward-mode derivative for them.
@@ -273,7 +273,7 @@ class TangentMap:
             self.put(tensor, tangent)
 
     def get(self, tensor: Tensor) -> Tensor | None:
-        """Returns the tangent of a tensor; None if it is zero.
+        """Returns the tangent of a tensor; None if the tangent is zero.
 
         Tensors that the model computes without gradients are constants for autograd, and therefore have a zero tangent.
         """
@@ -293,7 +293,7 @@ class TangentMap:
         return not tensor.requires_grad or (base.grad_fn is None and id(base) not in self._parameter_ids)
 
     def put(self, tensor: Tensor, tangent: Tensor | None) -> None:
-        """Sets the tangent of a new or modified tensor. For a view, sets the corresponding part of its base."""
+        """Sets the tangent of a tensor. For a view, sets the corresponding part of the tangent of its base."""
         base = base_of(tensor)
         if base is tensor:
             if tangent is not None:
@@ -327,7 +327,8 @@ def _empty_like(base: Tensor) -> Tensor:
 def _view_of_tangent(tangent: Tensor, view: Tensor, base: Tensor) -> Tensor:
     if view.dtype != base.dtype or view.is_conj() or view.is_neg():
         raise KfacpackError(
-            "cannot linearise a complex tensor or a view with another dtype; use real floating-point tensors"
+            "cannot linearise a complex tensor, or a view whose dtype differs from the dtype of its base; "
+            "use real floating-point tensors"
         )
     offset = view.storage_offset() - base.storage_offset() + tangent.storage_offset()
     return tangent.as_strided(view.shape, view.stride(), offset)

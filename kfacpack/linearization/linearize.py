@@ -69,7 +69,7 @@ def _is_large_on_cpu(parameters: Mapping[str, Tensor]) -> bool:
 
 
 class SlowLinearizationWarning(UserWarning):
-    """Issued if the fast path of `kp.linearize` does not work with this torch version.
+    """Issued if the fast path of `kp.linearize` does not work with the installed torch version.
 
     `torch.func.jvp` is used instead.
     """
@@ -85,8 +85,8 @@ def linearize(
 ) -> Linearized:
     """Linearises a model in its parameters: `lin(batch, tau)` is f + J τ, differentiable in τ.
 
-    The model is used in eval mode, and the previous mode of each module is restored after a call. If this torch version
-    lacks the private functions that the fast path needs, `torch.func.jvp` is used instead, and a
+    The model is used in eval mode, and the previous mode of each module is restored after a call. If the installed
+    torch version lacks the private functions that the fast path needs, `torch.func.jvp` is used instead, and a
     `SlowLinearizationWarning` is issued.
 
     Args:
@@ -399,7 +399,7 @@ class Linearization:
 
 
 class _LinearizedFunction(torch.autograd.Function):
-    """Computes f + J τ as a differentiable function of τ. The backward pass is the backward pass of f."""
+    """Computes f + J τ as a differentiable function of τ. Its backward pass is the backward pass of f."""
 
     @staticmethod
     def forward(ctx: Any, lin: Linearized, batch: ModelInput, names: tuple[str, ...], *values: Tensor) -> Tensor:
@@ -417,7 +417,7 @@ class _LinearizedFunction(torch.autograd.Function):
 
 
 class _ForwardModule(nn.Module):
-    """Module that calls a function for which `functional_call` can replace the parameters of `module`."""
+    """Module that calls a function, so that `functional_call` can replace the parameters of `module` in the call."""
 
     def __init__(self, module: nn.Module, call: Callable[[], Tensor]) -> None:
         super().__init__()

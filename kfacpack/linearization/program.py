@@ -9,12 +9,13 @@ branches. `forward` takes the tangents and the batch, and returns f, J τ and th
 The same operations on the same values give bitwise identical results, so a replayed step equals an untraced one.
 
 A recording is valid for other batches of the same shapes only if the operations depend on the batch through tensors
-alone. `Recorder` therefore refuses steps that read values from a tensor, draw random numbers, use tensors of unknown
-origin, or write to parameters, buffers or the batch. There is one exception, because transformers checks whether a mask
-contains padding: Boolean tensors that are computed from the batch and from buffers may be read, and may select rows.
-These tensors are the conditions of a program. Before each replay, the conditions are computed, and the program is
-replayed only if each of them has as many true elements as in the recorded call. If the values of the batch are also
-available on the CPU, the conditions are computed there, without waiting for the device.
+alone. `Recorder` therefore refuses steps that read values from a tensor, draw random numbers, write to parameters,
+buffers or the batch, or use tensors that are neither in the batch nor attributes of a module. There is one exception,
+because transformers checks whether a mask contains padding: Boolean tensors that are computed from the batch and from
+buffers may be read, and may select rows. These tensors are the conditions of a program. Before each replay, the
+conditions are computed, and the program is replayed only if each of them has as many true elements as in the recorded
+call. If the values of the batch are also available on the CPU, the conditions are computed there, without waiting for
+the device.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records the operations of the enclosed code."""
+        """Context manager that records the operations of the enclosed code."""
         with reads_reported(self.refuse), self:
             yield
 
@@ -427,7 +428,7 @@ class Program:
     def _define(
         self, name: str, values: str, numbers: Sequence[int], lines: Iterable[str], *extra: str, on_cpu: bool = False
     ) -> Callable[..., Any]:
-        """Defines a function of a list of values (which it may clear), the state of the model, and `extra`."""
+        """Defines a function of a list of values (which it may clear), the state of the model, and other arguments."""
         state = [self._name(number) for number in self._recorder.state]
         body = [
             f"[{', '.join(self._name(number) for number in numbers)}] = {values}",

@@ -1,9 +1,9 @@
 """Decides which calls of a linearised model are recorded and replayed, and computes their gradients.
 
 A program is valid for one signature: the shapes and dtypes of the batch, the names in τ, the autocast dtype, and
-settings of torch that select kernels. If a program has conditions (see `program`), there is a program for each of their
-outcomes. In addition, a program is valid for only one state of the module: its submodules and attributes, including
-tensors, which are compared by identity. The values of these tensors may change.
+settings of torch that select kernels. If a program has conditions (see the module `program`), each outcome of the
+conditions has a separate program. In addition, a program is valid for only one state of the module: its submodules and
+attributes, including tensors, which are compared by identity. The values of these tensors may change.
 
 A signature is used three times before its program replaces the model. The first call is untraced, because many shapes
 occur only once. The second call is recorded. The third call runs both the model and the program, and the program is
@@ -128,7 +128,7 @@ def _items(container: Any) -> Iterable[Any]:
 
 
 def _agree(replayed: Tensor | None, expected: Tensor | None) -> bool:
-    """Returns whether two tensors agree up to rounding errors, since the order of summation may vary on a GPU."""
+    """Returns whether two tensors agree up to rounding errors. On a GPU, the order of summation may vary."""
     if replayed is None or expected is None or replayed.shape != expected.shape or replayed.dtype != expected.dtype:
         return replayed is expected
     tolerance = 1e3 * torch.finfo(expected.dtype).eps * float(expected.abs().amax())

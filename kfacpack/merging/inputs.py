@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-30, 1e30
-"""Weights outside this range would overflow and are rejected."""
+"""Smallest and largest valid weights. Other weights could cause an overflow or underflow."""
 _ALLOW_PARTIAL = "To sum each block over the inputs that have it, pass --allow-partial (allow_partial=True)"
 
 
@@ -72,7 +72,7 @@ class MergeInput:
         return (Parent(sha256=self.curvature.digest, weight=1.0, task=task, dataset_size=size),)
 
     def _example_count(self) -> int | None:
-        """Returns the number of examples in the estimate, which is used if no dataset size is recorded."""
+        """Returns the number of examples in the estimate, used as the dataset size if no source is recorded."""
         matrices = (matrix for block in self.curvature.blocks for _, matrix in block.structure.matrices())
         return max((matrix.examples for matrix in matrices if matrix.examples), default=None)
 
@@ -168,7 +168,7 @@ def scale_of_f(inputs: Sequence[MergeInput]) -> float:
 
 
 def weighted_scale(scales: Sequence[OutputScale], weights: Sequence[float]) -> OutputScale:
-    """Returns the weighted mean of scales. A negative weight subtracts a scale."""
+    """Returns the weighted mean of output scales. A negative weight subtracts a scale."""
 
     def mean(values: Iterable[float]) -> float:
         total = sum(weight * value for weight, value in zip(weights, values, strict=True))
@@ -195,7 +195,7 @@ def _dataset_sizes(inputs: Sequence[MergeInput]) -> list[float]:
 
 def _check_weights(inputs: Sequence[MergeInput], weights: Sequence[float]) -> list[float]:
     if len(weights) != len(inputs):
-        raise KfacpackError(f"expected {len(inputs)} weights, one per input, got {len(weights)}")
+        raise KfacpackError(f"the number of weights is {len(weights)}, expected {len(inputs)}, one per input")
     for item, weight in zip(inputs, weights, strict=True):
         if not isinstance(weight, int | float) or not (isfinite(weight) and _MIN_WEIGHT <= weight <= _MAX_WEIGHT):
             expected = f"expected a number from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}"
@@ -282,7 +282,7 @@ def _check_parents(inputs: Sequence[MergeInput]) -> None:
     for item in inputs:
         for parent in item.parents:
             if parent.sha256 in seen:
-                bundle = f"the bundle {parent.sha256[:12]}…" + (f" for {parent.task}" if parent.task else "")
+                bundle = f"the bundle {parent.sha256[:12]}…" + (f" for the task {parent.task!r}" if parent.task else "")
                 other, task = seen[parent.sha256], parent.task or "TASK"
                 merged = other.curvature.about.merge or item.curvature.about.merge
                 subtract = f"Subtract it from a merged bundle with kfacpack merge --without {task} (without={task!r})"
@@ -308,7 +308,7 @@ def check_tasks(inputs: Sequence[MergeInput]) -> None:
                 raise _incompatible(seen[task], item, problem, remedy)
             others = (name for name, owner in seen.items() if owner is not item and share_classes(name, task))
             if other := next(others, None):
-                problem = f"contain {other!r} and {task!r}, whose common classes would be counted twice"
+                problem = f"contain the tasks {other!r} and {task!r}, whose common classes would be counted twice"
                 remedy = "Pass only one of them, or pass class splits without common classes"
                 raise _incompatible(seen[other], item, problem, remedy)
             seen[task] = item
@@ -328,7 +328,7 @@ def _check_blocks(inputs: Sequence[MergeInput], allow_partial: bool) -> None:
             if first_block.join != block.join:
                 raise _incompatible(other, item, f"join parameters differently in the block {name!r}")
             if len(first_block.structure.sides) != len(block.structure.sides):
-                problem = f"store the block {name!r} differently: one as Kronecker factors, the other as a whole matrix"
+                problem = f"store the block {name!r} differently: one as Kronecker factors, one as a single matrix"
                 raise _incompatible(other, item, problem)
     for item in inputs:
         missing = [name for name in owner if name not in item.blocks]

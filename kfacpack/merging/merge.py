@@ -53,7 +53,7 @@ class BlockMergeReport:
     error: float = 0.0
     """Norm of the difference between the exact sum and the merged block."""
     bound: float = 0.0
-    """The paper's bound on the error, T σ_A σ_B, where σ_A and σ_B are standard deviations of A and B over T tasks."""
+    """The TAK paper's bound on the error, T σ_A σ_B, with the standard deviations of A and B over the T tasks."""
 
     @property
     def frobenius(self) -> float:
@@ -119,9 +119,9 @@ def merge(
 
     Args:
         curvatures: Curvatures or paths of bundles. Merged and compressed curvatures are allowed.
-        rule: "tak" is the paper's rule (Σ B_t) ⊗ (Σ λ_t A_t); "optimal" is the nearest sum of `rank` Kronecker
-            products; "stack" keeps every term; "shards" combines estimates of one task from different examples into
-            the estimate from all these examples.
+        rule: "tak" is the rule of the TAK paper, (Σ B_t) ⊗ (Σ λ_t A_t); "optimal" is the nearest sum of `rank`
+            Kronecker products; "stack" keeps every term; "shards" combines estimates of one task from different
+            examples into the estimate from all these examples.
         rank: Number of Kronecker products that "optimal" keeps.
         weights: One positive weight per input. Only their ratios matter. By default, the weights are the dataset sizes.
         without: Names of tasks to leave out. If an input was merged by "tak" and contains such a task, the bundle for
@@ -208,7 +208,8 @@ def _merge_blocks(
     terms_of_blocks = [_terms(name, inputs, factors) for name in names]
     max_terms = max(len(terms.weights) for terms in terms_of_blocks)
     if rule.rank > max_terms:
-        raise KfacpackError(f"the rank is {rule.rank}, but no block has more than {max_terms} terms; use a lower rank")
+        problem = f"the rank is {rule.rank}, but no block has that many terms"
+        raise KfacpackError(f"{problem}; use a rank of at most {max_terms}")
     combine = MatrixCombiner()
     blocks, reports = [], []
     measure = not rule.exact and max_terms > 1
@@ -277,7 +278,7 @@ class _GramMatrices:
         self._pool.shutdown(cancel_futures=True)
 
     def add_coordinates(self, terms: Terms) -> Terms:
-        """Waits for the coordinates of a block and adds them to the block's terms."""
+        """Waits until the coordinates of a block are computed. Returns the block's terms with these coordinates."""
         keys = [tuple(map(id, side)) for side in terms.sides]
         return replace(terms, coordinates=tuple(self._sides[key].result() for key in keys if key in self._sides))
 
@@ -287,7 +288,7 @@ def _coordinates_of(side: Sequence[Matrix]) -> Tensor:
 
 
 def _measure(name: str, terms: Terms, combination: Combination, missing: Sequence[str]) -> BlockMergeReport:
-    """Computes the approximation error of a block and the paper's bound on it."""
+    """Computes the approximation error of a block and the TAK paper's bound on it."""
     count = len(terms.weights)
     if len(terms.sides) == 1:
         (X,) = terms.coordinates

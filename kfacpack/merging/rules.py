@@ -48,11 +48,11 @@ class Terms:
     """The terms of one block from all inputs. A merge approximates Σ weight · (Kronecker product of the sides)."""
 
     weights: Tensor
-    """Weights, of shape (K,)."""
+    """Weight of each term, of shape (K,)."""
     tasks: Tensor
     """Number of tasks in each term, of shape (K,); for example, 3 if B is a sum over three tasks."""
     sides: tuple[tuple[Matrix, ...], ...]
-    """K matrices for each side."""
+    """The matrices on each side, one per term."""
     sharing: Sharing
     """How the curvature treats positions, such as tokens, that share a weight."""
     coordinates: tuple[Tensor, ...] = ()
@@ -64,13 +64,13 @@ class Combination:
     """The terms of a merged block: Σ weight · (Σ coefficient · B) ⊗ (Σ coefficient · A)."""
 
     weights: Tensor
-    """Weights, of shape (r,)."""
+    """Weight of each term, of shape (r,)."""
     sides: tuple[Tensor, ...]
-    """Coefficients for each side, of shape (r, K)."""
+    """Coefficients of the matrices on each side, of shape (r, K)."""
 
 
 class MergeRule(ABC):
-    """Base class of merge rules, which combine the terms of all inputs into fewer terms.
+    """Base class of merge rules, which combine the terms of all inputs into the terms of the merged block.
 
     Args:
         rank: Number of terms to keep, for rules that take a rank.
@@ -84,7 +84,7 @@ class MergeRule(ABC):
     exact: ClassVar[bool] = False
     """Whether the result equals the target, so that no error has to be measured."""
     keeps_sums: ClassVar[bool] = False
-    """Whether the merged factors are weighted sums of the parents' factors, so that a parent can be subtracted."""
+    """Whether the sums of the parents' factors can be computed from the merged factors, as subtraction requires."""
     ranked: ClassVar[bool] = False
     """Whether the rule takes a rank."""
 
@@ -93,7 +93,7 @@ class MergeRule(ABC):
         if type(rank) is not int:
             raise KfacpackError(f"expected an integer as the rank, got {rank!r}")
         if rank != 1 and not self.ranked:
-            raise KfacpackError(f"the rule {self.name!r} has no rank, got rank {rank}; use 'optimal' to choose a rank")
+            raise KfacpackError(f"the rule {self.name!r} takes no rank, got {rank}; use 'optimal' to choose a rank")
 
     @property
     def step(self) -> str:
@@ -146,7 +146,7 @@ class MergeRule(ABC):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the source of the merged curvature if all inputs are from one dataset. By default, returns None."""
+        """Returns the source of the merged curvature, or None (the default) if the inputs have different sources."""
         return None
 
     def estimate(self, inputs: Sequence[MergeInput]) -> Estimate | None:
@@ -163,7 +163,7 @@ class MergeRule(ABC):
 
 
 class TakRule(MergeRule):
-    """The paper's rule: one term, (Σ B_t) ⊗ (Σ λ_t A_t), where λ_t is the share of task t; see `inputs.py`."""
+    """The rule of the TAK paper: one term, (Σ B_t) ⊗ (Σ λ_t A_t), where λ_t is the share of task t; see `inputs.py`."""
 
     name = "tak"
     keeps_sums = True
@@ -256,7 +256,7 @@ class OptimalRule(MergeRule):
 def _decompose(N: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the singular value decomposition N = p diag(s) qᵀ.
 
-    If several singular values equal s[0], the vector nearest to `mean` is chosen as q[:, 0].
+    If several singular values equal s[0], q[:, 0] is the direction nearest to `mean` in the span of their vectors.
     """
     p, s, qh = torch.linalg.svd(N)
     q = qh.T.clone()
@@ -326,7 +326,7 @@ class ShardsRule(MergeRule):
         return [count / sum(counts) for count in counts]
 
     def parents(self, inputs: Sequence[MergeInput], factors: Sequence[float]) -> tuple[Parent, ...]:
-        """Returns the parents, each with its share of the dataset's size."""
+        """Returns the parents. The dataset size is divided among them in proportion to their weights."""
         parents = super().parents(inputs, factors)
         size = inputs[0].source.dataset_size if inputs[0].source else None
         if size is None:
@@ -359,7 +359,8 @@ def _examples(item: MergeInput) -> int:
     counts = {matrix.examples for block in item.curvature.blocks for _, matrix in block.structure.matrices()}
     (only, *others) = counts
     if others or not only:
-        raise KfacpackError(f"{item.name}: does not record its number of examples, which the rule 'shards' requires")
+        problem = "does not record one number of examples for all of its matrices"
+        raise KfacpackError(f"{item.name}: {problem}, which the rule 'shards' requires")
     return only
 
 

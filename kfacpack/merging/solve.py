@@ -113,7 +113,7 @@ def solve_block(
         terms: Summands of the objective, at least one.
         settings: Damping, tolerance and maximum number of iterations.
         cache: Cache of operators, which can be shared with other blocks.
-        mask: Matrix of zeros and ones, (rows, columns). Entries with 1 may change. By default, all entries may change.
+        mask: Zeros and ones, (rows, columns). Only entries of W whose mask is 1 may change. By default, all may change.
         mean: tr(Σ w G) / (rows · columns), used in ε. By default, it is computed from the terms.
 
     Returns:
@@ -245,7 +245,7 @@ class _System:
         return total
 
     def apply(self, x: Tensor) -> Tensor:
-        """Computes (Σ w G + ε) x for a (rows, columns) matrix x. Entries that must not change are set to zero."""
+        """Computes (Σ w G + ε) x for a (rows, columns) matrix x. The result is zero where the mask is zero."""
         total = self._add_products(self.epsilon * x, self.products, x)
         return total if self.mask is None else total.mul_(self.mask)
 
@@ -298,7 +298,7 @@ class _System:
         return None
 
     def _diagonals(self) -> Tensor | None:
-        """Returns the diagonal of Σ w G as a (rows, columns) matrix if G is diagonal, else None."""
+        """Returns the diagonal of Σ w G as a (rows, columns) matrix if every G is diagonal, else None."""
         total = torch.zeros(self.shape, dtype=self.dtype)
         for weight, operators in self.products:
             if not all(operator.is_diagonal for operator in operators):

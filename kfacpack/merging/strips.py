@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 STRIP_ENTRIES = 2**20
 """Maximum number of entries in memory at a time, summed over all matrices. At least one row of each matrix is read.
 
-Up to about a hundred matrices, memory use does not grow with the number of matrices."""
+For up to about a hundred matrices, memory use does not grow with the number of matrices."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def iterate_strips(layout: StripLayout, matrices: Sequence[Matrix]) -> Iterator[
         matrices: T matrices.
 
     Yields:
-        Each strip and its entries, of shape (T, length). The array is reused for the next strip.
+        Each strip and the array of its entries, of shape (T, length). The array is reused for the next strip.
     """
     max_length = max(STRIP_ENTRIES // len(matrices), layout.side)
     buffer = np.empty(len(matrices) * max_length)

@@ -58,7 +58,7 @@ def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tu
         The remaining inputs, each with its index in `inputs`.
 
     Raises:
-        KfacpackError: If no input contains one of the tasks, or if no input remains.
+        KfacpackError: If one of the tasks is in none of the inputs, or if no input remains.
         SubtractionError: If a task cannot be subtracted exactly.
     """
     removed = [item for item in inputs if all(parent.task in tasks for parent in item.parents)]
@@ -66,10 +66,10 @@ def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tu
     available = {parent.task for item in inputs for parent in item.parents}
     for task in tasks:
         if task not in available:
-            names = ", ".join(sorted(filter(None, available))) or "unnamed tasks only"
-            raise KfacpackError(f"no input contains the task {task!r}; the inputs contain {names}")
+            names = ", ".join(sorted(filter(None, available))) or "none with a name"
+            raise KfacpackError(f"no input contains the task {task!r}; available tasks: {names}")
     if not kept:
-        raise KfacpackError(f"no input remains after removing {', '.join(tasks)}")
+        raise KfacpackError(f"no input remains after the removal of these tasks: {', '.join(tasks)}")
     remaining = []
     for index, item in kept:
         merged = item

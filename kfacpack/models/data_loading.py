@@ -217,7 +217,7 @@ def _identity(batch: Any) -> Any:
 
 
 def _init_worker(number: int) -> None:
-    """Makes a worker process ignore Ctrl-C, which the terminal sends to all processes, and exit on SIGTERM."""
+    """Makes a worker process exit on SIGTERM, and ignore Ctrl-C, which the terminal sends to all processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -253,7 +253,8 @@ def image_batches(transform: Callable[[Any], Tensor], model: str) -> Callable[[S
         for example in examples:
             if "image" not in example:
                 columns = ", ".join(map(repr, example))
-                raise KfacpackError(f"{model} expects images, but {task!r} has the columns {columns}; use a text model")
+                problem = f"the task {task!r} has the columns {columns}"
+                raise KfacpackError(f"{model} expects images, but {problem}; use a text model")
         # Convert before resizing, as open_clip and timm do in training: palette indices cannot be interpolated.
         return torch.stack([transform(example["image"].convert("RGB")) for example in examples])
 

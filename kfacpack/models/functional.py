@@ -94,7 +94,8 @@ def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> T
     if not isinstance(f, Tensor) or f.dim() != 2 or not f.is_floating_point() or 0 in f.shape:
         output = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
         problem = f"expected the model to return a float tensor of shape (examples, width), got {output}"
-        raise KfacpackError(f"{problem}. Pass a function that does, such as forward=lambda x: model(x).pooler_output")
+        remedy = "Pass a function that returns such a tensor, for example forward=lambda x: model(x).pooler_output"
+        raise KfacpackError(f"{problem}. {remedy}")
     if finite:
         require_finite(f)
     return f
@@ -154,7 +155,7 @@ _MIRRORED = frozenset((
     "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or",
     "__invert__", "__and__", "__or__", "__rand__", "__ror__",
 ))  # fmt: skip
-"""Names of functions whose results are mirrored too. The functions are deterministic and exact for integers."""
+"""Names of functions that map mirrored tensors to mirrored tensors. All are deterministic and exact for integers."""
 
 
 class MirroredTensor(Tensor):
@@ -356,9 +357,7 @@ def rows_per_example(batch: ModelInput) -> list[int] | None:
 
 
 def answer_positions(batch: ModelInput, count: int) -> tuple[Tensor, Tensor]:
-    """Returns, for each row of f, the index of its example and the token that it predicts.
-
-    The predicted token is the token after the position that belongs to the row.
+    """Returns, for each row of f, the index of its example and the token at the next position, which the row predicts.
 
     Args:
         batch: A batch with several rows per example.

@@ -169,7 +169,7 @@ class CompletionHead(Head):
     """
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the mean cross-entropy per token and the fraction of correct tokens, summed over the examples."""
+        """Returns the mean cross-entropy per token and the share of correct predictions, summed over the examples."""
         examples, targets = (tensor.to(f.device) for tensor in answer_positions(batch, len(f)))
         counts = torch.zeros_like(labels, dtype=f.dtype).index_add_(
             0, examples, torch.ones_like(examples, dtype=f.dtype)
@@ -179,7 +179,7 @@ class CompletionHead(Head):
         return (losses * weights).sum(), ((logits.argmax(1) == targets) * weights).sum()
 
     def log_likelihoods(self, f: Tensor, batch: Batch) -> tuple[Tensor, int]:
-        """Returns the log-likelihoods of all tokens of the completions, (P,), and the number of correct tokens."""
+        """Returns the log-likelihoods of all tokens of the completions, (P,), and the number of correct predictions."""
         logits, targets = self.logits(f), answer_positions(batch, len(f))[1].to(f.device)
         return -cross_entropy(logits, targets, reduction="none"), int((logits.argmax(1) == targets).sum())
 
@@ -269,7 +269,7 @@ def _require_text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], T
         problem = f"{model.name} has no text tower, or the weights file does not contain it"
         raise KfacpackError(f"{problem}; use --head prototypes (head='prototypes' or kind='prototypes')")
     if not task.templates:
-        problem = f"{printable(task.name)} has no prompt templates"
+        problem = f"the task {printable(task.name)} has no prompt templates"
         raise KfacpackError(f"{problem}; use --head prototypes (head='prototypes' or kind='prototypes')")
     return model.encode_text
 
@@ -316,8 +316,8 @@ def completion_head(model: Model, task: Task) -> Head:
         KfacpackError: If the model is not a causal language model.
     """
     if model.answer_tokens is None or model.output_layer is None:
-        problem = f"{printable(task.name)} has prompts and completions, which require a causal language model (lm:NAME)"
-        raise KfacpackError(f"{problem}; got {model.name}")
+        problem = f"the task {printable(task.name)} has prompts and completions"
+        raise KfacpackError(f"{problem}, which require a causal language model (lm:NAME); got {model.name}")
     weight = at_least_float32(model.output_layer())
     return CompletionHead(weight, weight.new_zeros(len(weight)), (), "words")
 
@@ -362,7 +362,8 @@ def _word_rows(model: Model, task: Task) -> Tensor:
 def _has_distinct_words(model: Model, task: Task) -> bool:
     """Returns whether a head from words can distinguish the classes.
 
-    The words must start with different tokens, unless the head scores all of their tokens (see `AnswerHead`).
+    If the head scores only the first token of each word, these tokens must differ. A head that scores all tokens of the
+    answers (see `AnswerHead`) has no such requirement.
     """
     if model.word_weights is None:
         return False
@@ -438,7 +439,7 @@ def _best_scale(cosines: Tensor, labels: Tensor, limit: float) -> float:
     """Returns the factor that turns cosines, (N, K), into the logits with the smallest cross-entropy.
 
     The candidate factors range from 1 to `limit` in steps of 12%. Without a limit, the cross-entropy would have
-    no minimum if all examples are classified correctly.
+    no minimum if all examples were classified correctly.
     """
     scales = 10 ** torch.arange(0, 3.01, 0.05, dtype=torch.float64)
     scales = scales[scales <= limit]
@@ -467,7 +468,7 @@ def require_several_classes(task: Task, classes: Sequence[str]) -> None:
     """
     if len(classes) < 2:
         only = printable(classes[0])
-        raise KfacpackError(f"{printable(task.name)} has only one class, {only!r}; expected at least two")
+        raise KfacpackError(f"the task {printable(task.name)} has only one class, {only!r}; expected at least two")
 
 
 def require_matching_classes(head: Head, task: Task) -> None:
@@ -478,7 +479,7 @@ def require_matching_classes(head: Head, task: Task) -> None:
     """
     if head.classes != task.classes:
         raise KfacpackError(
-            f"the head's classes differ from those of {printable(task.name)}; build a head for this task"
+            f"the head's classes differ from those of the task {printable(task.name)}; build a head for this task"
         )
 
 

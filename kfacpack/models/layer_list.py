@@ -144,9 +144,9 @@ class LayerList:
             batch: A small batch on the device of the model.
 
         Raises:
-            KfacpackError: If the layers return tensors other than the hidden states, are not called one after another,
-                or receive other arguments that depend on parameters; or if f depends on the output of a layer other
-                than the last layer.
+            KfacpackError: If the layers are not called one after another, return tensors other than the hidden states,
+                or receive further tensors that depend on parameters. Also if f depends directly on the output of a
+                layer that is not the last layer.
         """
         self.find_output_form(batch)
         hidden, calls = self.stem(batch)

@@ -111,17 +111,17 @@ class Model:
     family: str
     """Name of the family, as recorded in manifests."""
     name: str
-    """Name without the family's prefix. For a model in a folder, this is the name of the folder."""
+    """Model name without the family's prefix. For a model in a folder, this is the name of the folder."""
     revision: str | None
-    """Pretrained tag or commit, `"random-SEED"`, or None for weights from a file."""
+    """Pretrained tag or commit of the weights, `"random-SEED"` for random weights, or None for local weights."""
     module: nn.Module
-    """The library's module."""
+    """The module, as built by the model's library."""
     forward: Callable[..., Tensor]
     """`forward(batch)` or `forward(**batch)` returns f, (N, C). Inputs are moved to the module's device and dtype."""
     function: Function
     """Description of f for manifests."""
     frozen: tuple[str, ...]
-    """fnmatch patterns of the parameters that are neither estimated nor trained by default."""
+    """fnmatch patterns of the parameters that are excluded from curvature estimates and from training by default."""
     prepare: Callable[[Sequence[Example], str], Batch]
     """Turns N examples and the name of their task into a batch."""
     preprocessing: str

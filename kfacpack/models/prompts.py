@@ -88,9 +88,9 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
         return [" ".join([task, *(f"{column}: {text}" for column, text in row.items())]) for row in rows]
     if prompt:
         missing = ", ".join(sorted(prompt.columns - set(columns)))
-        problem = f"the {style!r} template of {task!r} uses columns that are missing: {missing}; available columns:"
+        problem = f"the {style!r} template of the task {task!r} uses columns that are missing: {missing}"
         remedy = "Select the columns with --columns (columns=…), or use another task name"
-        raise KfacpackError(f"{problem} {printable(', '.join(columns))}. {remedy}")
+        raise KfacpackError(f"{problem}; available columns: {printable(', '.join(columns))}. {remedy}")
     end = "\nAnswer:" if style == "plain" else ""
     return ["\n".join(f"{column}: {text}" for column, text in row.items()) + end for row in rows]
 

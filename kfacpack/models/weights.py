@@ -51,7 +51,7 @@ def check_safetensors(path: Path) -> Path:
 
 
 def safetensors_name(filename: str) -> str:
-    """Returns the name of the safetensors file that replaces a file in a library's registry, often a pickle."""
+    """Returns the name of the safetensors file to use instead of a weights file from a library's registry."""
     return _SAFETENSORS_NAMES.get(filename, str(Path(filename).with_suffix(".safetensors")))
 
 
@@ -109,8 +109,8 @@ def weights_error(
         path: Safetensors file.
         model: Name of the model.
         error: The exception that the library raised.
-        expected: Function that returns the model's state dict. If a tensor in the file does not match the
-            state dict, the error names this tensor.
+        expected: Function that returns the model's state dict. If a tensor is missing from the file or has a wrong
+            shape, the error names this tensor.
         resized: fnmatch patterns of the tensors whose shapes may differ, because the library resizes them on loading.
     """
     if problem := mismatched_tensors(path, expected(), resized):

@@ -87,7 +87,7 @@ class PackageData:
 
 
 METADATA = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
-"""YAML block at the start of a dataset card."""
+"""Pattern of the YAML block at the start of a dataset card."""
 
 
 def declared_features(text: str, config: str | None) -> Any | None:
@@ -322,7 +322,7 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, location:
 
         tables = [_read_json(file) for file in files]
         if differing := [file for file, table in zip(files, tables, strict=True) if table.schema != tables[0].schema]:
-            raise KfacpackError(f"{differing[0]}: its columns differ from those of {files[0].name}")
+            raise KfacpackError(f"{differing[0]}: its columns or their types differ from those of {files[0].name}")
         return datasets.Dataset(pyarrow.concat_tables(tables))
     # datasets reads an Arrow copy that it maps into memory. The mapping remains valid after the file is unlinked, so
     # the disk space of the copy is freed when the dataset is deleted or the process ends.

@@ -146,7 +146,7 @@ class DatasetRepository:
         """Creates a reference to a repository without accessing the Hub.
 
         Args:
-            repository: `owner/repository`.
+            repository: Name of the repository, `owner/repository`.
             revision: Branch, tag or commit. None for the main branch or, if it contains no parquet files, for the Hub's
                 parquet copy.
             config: Name of the config, for the download command in error messages.
@@ -170,7 +170,7 @@ class DatasetRepository:
         """Description of the expected content or, if the Hub cannot be reached, of how to obtain the data."""
         if self._offline_reason is None:
             return "expected train-*.parquet and test-*.parquet at the top level, in data/ or in a config folder"
-        problem = f"the Hub cannot be reached ({self._offline_reason}), and the local cache has no other files"
+        problem = f"the Hub cannot be reached ({self._offline_reason}), and the local cache has no other dataset files"
         return f"{problem}; {self._download_remedy}"
 
     def paths(self) -> list[str]:
@@ -204,7 +204,7 @@ class DatasetRepository:
             return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=commit))
 
     def digest(self, path: str) -> str:
-        """Returns the commit and the path. They identify the content, so that it need not be downloaded."""
+        """Returns the commit and the path, which identify the content. The file is therefore not downloaded."""
         return f"{self.revision}:{path}"
 
     @cached_property
@@ -230,7 +230,7 @@ class DatasetRepository:
         return _Listing(self._revision, str(info.sha), paths)
 
     def _cached_snapshot(self) -> Path | None:
-        """Returns the folder of the snapshot in the Hub cache, or None if no snapshot contains parquet files."""
+        """Returns the folder of a cached snapshot with parquet files, or None if there is no such snapshot."""
         for revision in (self._revision,) if self._revision else (None, CONVERTED):
             cached = snapshot(self.source, revision, "dataset")
             if cached and any(path.endswith(".parquet") for path in _walk(cached, MAX_DEPTH)):

@@ -45,7 +45,7 @@ def to_8_bit(image: Image) -> Image:
     Pillow's own conversion to RGB clips 16-bit pixel values at 255, which turns the image white.
 
     Raises:
-        ValueError: If the pixel values are floating-point or 32-bit numbers, because their white level is unknown.
+        ValueError: If the pixel values are floating-point or 32-bit numbers, for which the value of white is unknown.
     """
     if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
         return image
@@ -271,7 +271,8 @@ class LocalTask:
             yield f"the {len(self._values)} classes are {origin}: {values}"
         for split, files in self._shards.items():
             if missing := missing_shards(files):
-                yield f"{missing} of {len(files) + missing} files of {split} {'is' if missing == 1 else 'are'} missing"
+                verb = "is" if missing == 1 else "are"
+                yield f"{missing} of {len(files) + missing} files of split {split!r} {verb} missing"
         if self._drops_unlabelled:
             dropped = {split: self._num_rows(split) - len(self._labelled_rows(split)) for split in self._shards}
             if any(dropped.values()):
@@ -364,13 +365,14 @@ class LocalTask:
         columns = find_columns(data.features, self.data_source.name, None if self._images else self._requested)
         if not self._images and columns.inputs.keys() != self._columns.inputs.keys():
             inputs = (printable(", ".join(part.inputs)) for part in (columns, self._columns))
-            problem = f"the input columns of {name!r} are {next(inputs)}, but those of {self._first_split!r} are"
+            problem = f"the input columns of split {name!r} are {next(inputs)}"
+            expected = f"those of split {self._first_split!r} are {next(inputs)}"
             remedy = "Select columns that all splits have: --columns (columns=…)"
-            raise KfacpackError(f"{self.data_source.name}: {problem} {next(inputs)}. {remedy}")
+            raise KfacpackError(f"{self.data_source.name}: {problem}, but {expected}. {remedy}")
         if columns.by_value:
             columns = replace(columns, values=self._values)
         elif columns.classes != self._stored_classes:
-            problem = f"the classes of {name!r} differ from those of {self._first_split!r}"
+            problem = f"the classes of split {name!r} differ from those of split {self._first_split!r}"
             raise KfacpackError(f"{self.data_source.name}: {problem}")
         if IMAGE in columns.inputs and not is_image(data.features[columns.inputs[IMAGE]]):
             import datasets

@@ -29,7 +29,10 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def is_registered(name: str) -> bool:
-    """Returns whether `load_task` can load a task without `data`. A class split is registered if its whole task is."""
+    """Returns whether `load_task` can load a task without `data`.
+
+    A class split is registered if the whole task is registered.
+    """
     part = parse_class_split(name)
     whole = part.whole if part else name
     return whole in TASKS or whole in PUBLISHED

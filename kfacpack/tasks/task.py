@@ -180,7 +180,8 @@ class ClassSplitTask:
             raise KfacpackError(f"{name}: the class names are unknown, so the task cannot be divided by classes")
         if len(classes) < 2 * self.n:
             problem = (
-                f"{len(classes)} classes cannot be divided into {self.n} parts: "
+                f"{len(classes)} class{'es' * (len(classes) != 1)} cannot be divided into {self.n} "
+                f"part{'s' * (self.n != 1)}: "
                 "some parts would have fewer than two classes"
             )
             limit = len(classes) // 2

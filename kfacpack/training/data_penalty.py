@@ -94,7 +94,7 @@ class DataPenalty:
     def add_grad(
         self, step: int, regime: Regime, tau: Tau, gradients: dict[str, Tensor], micro_batch_size: int | None = None
     ) -> Tensor:
-        """Computes this process's share of the penalty at a step, and adds its gradient in place.
+        """Computes this process's share of the penalty at a step, and adds the gradient of this share to `gradients`.
 
         Args:
             step: Index of the step, from 0.
@@ -125,7 +125,7 @@ class DataPenalty:
             self._upcoming = None
 
     def _parts(self, step: int, micro_batch_size: int | None) -> list[tuple[int, Sequence[int]]]:
-        """Returns the task index and the example indices of each forward pass of this process."""
+        """Returns the task index and the example indices of each forward pass that this process makes in a step."""
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))
         task = int(generator.choice(len(self._splits), p=self._shares))
         return [(task, part) for part in self._orders[task].own(step, micro_batch_size)]

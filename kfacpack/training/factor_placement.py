@@ -164,7 +164,7 @@ def _form(block: CurvatureBlock) -> Hashable:
 
 
 def _shared_run(matrices: Sequence[Matrix]) -> int:
-    """Returns the largest s such that each group of s consecutive matrices is the same object, repeated s times."""
+    """Returns the largest s such that each group of s consecutive matrices consists of one object, repeated s times."""
     ids = [id(matrix) for matrix in matrices]
     run = next((index for index, key in enumerate(ids) if key != ids[0]), len(ids))
     uniform = len(ids) % run == 0 and all(len(set(ids[k : k + run])) == 1 for k in range(0, len(ids), run))

@@ -88,7 +88,7 @@ def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
     # The loss of the first batch alone is noisy.
     first, last = max(steps[0].loss, loss), fmean(metrics.loss for metrics in steps[-window:])
     if penalty > loss:
-        remedy = f"Use a smaller λ; at λ = {balance:.2g}, they would have been equal"
+        remedy = f"Use a smaller λ; at λ = {balance:.2g}, the penalty and the loss would have been equal"
         return f"in the first steps, the penalty ({penalty:.3g}) was larger than the loss ({loss:.3g}). {remedy}"
     if last > max(_NOT_LEARNED * first, _LEARNED):
         cause = f"The penalty was smaller than the loss; they would have been equal at λ = {balance:.2g}"
@@ -98,7 +98,7 @@ def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
 
 
 class MetricsWarning(UserWarning):
-    """Issued if the metrics file of a resumed run does not contain all completed steps."""
+    """Issued if the metrics file of a resumed run does not contain the metrics of all completed steps."""
 
 
 def metrics_path(output: Path) -> Path:
@@ -160,7 +160,7 @@ def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
             except (ValueError, KeyError, TypeError):
                 break  # the process died while it wrote this line
     if len(kept) != done:
-        problem = f"contains only {len(kept)} of {done} completed steps" if kept else "is missing or empty"
+        problem = f"contains metrics of only {len(kept)} of {done} completed steps" if kept else "is missing or empty"
         warnings.warn(f"{path}: {problem}; continuing from step {done + 1}", MetricsWarning, stacklevel=4)
     # Replace the file, so that another run with the same output does not append to it.
     write_atomically(path, "".join(f"{line}\n" for line in kept).encode())

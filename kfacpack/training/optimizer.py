@@ -93,7 +93,7 @@ class TrainingSettings:
         if not 0 <= self.seed < 2**64:
             raise KfacpackError(f"seed {self.seed}: expected an integer from 0 to 2^64 - 1")
         if not 0 <= self.warmup <= 1:
-            raise KfacpackError(f"warmup {self.warmup}: expected a fraction of the steps, from 0 to 1")
+            raise KfacpackError(f"warmup {self.warmup}: expected a fraction of the steps between 0 and 1")
 
     def step_count(self, examples: int) -> int:
         """Returns the number of steps for a training split of `examples` examples.
@@ -105,7 +105,7 @@ class TrainingSettings:
         return max(1, ceil(self.epochs * examples / self.batch_size))
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns the learning rate of a step as a fraction of its peak.
+        """Returns the learning rate of a step as a fraction of the peak learning rate.
 
         Args:
             step: Index of the step, from 0.
@@ -166,7 +166,7 @@ Rounding removes small differences that depend on the order of summation.
 
 
 def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> float:
-    """Returns the learning rate at which the first step changes f by the fraction `regime.relative_step` of its size.
+    """Returns the learning rate at which the first step changes f by the share `regime.relative_step` of the size of f.
 
     Args:
         regime: The regime to train in.
@@ -188,9 +188,8 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
     size = _reference_norm(point.f.float(), normalized=regime.model.function.normalized)
     relative_change = float(change.float().norm() / size)
     if not 0 < relative_change < float("inf"):
-        raise KfacpackError(
-            "no learning rate can be derived from the first batch, because its gradient is zero; set --lr (lr)"
-        )
+        reason = "the gradient of its loss is zero" if relative_change == 0 else "f or its change is zero, NaN or Inf"
+        raise KfacpackError(f"no learning rate can be derived from the first batch: {reason}; set --lr (lr)")
     return float(f"{regime.relative_step / relative_change:.{_DIGITS}g}")
 
 
@@ -289,11 +288,11 @@ class AdamWState:
         set_to_zero(list(self.gradients.values()))
 
     def largest_gradient(self) -> Tensor:
-        """Returns the largest magnitude in the gradients, or NaN or Inf if they contain it, as a 0-d float32 tensor."""
+        """Returns the largest magnitude in the gradients, as a 0-d float32 tensor. NaN and Inf propagate."""
         return largest_magnitude(list(self.gradients.values()))
 
     def largest_change(self) -> Tensor:
-        """Returns the largest magnitude in τ, or NaN or Inf if τ contains it, as a 0-d float32 tensor."""
+        """Returns the largest magnitude in τ, as a 0-d float32 tensor. NaN and Inf propagate."""
         return largest_magnitude(list(self.tau.values()))
 
     def step(self, lr: float) -> None:

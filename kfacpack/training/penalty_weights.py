@@ -80,7 +80,7 @@ _NORM_OPERATIONS = frozenset(
         "fusedrmsnorm",
     )
 )
-"""Operations of the group "norm", without underscores.
+"""Names of the operations that belong to the group "norm", without underscores.
 
 If kfacpack has no rule for an operation, an estimate records the name of its autograd node, such as `nativebatchnorm`.
 This name depends on the device. Manifests that other programs write may contain `native_batch_norm`.

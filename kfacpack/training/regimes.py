@@ -289,13 +289,13 @@ REGIMES: dict[str, type[Regime]] = {
 
 
 KEEP = 0.1
-"""Default share of the weights that are trained."""
+"""Default share of the weights that the regime `sparse` trains."""
 ROUNDS = 4
-"""Number of rounds of the calibration."""
+"""Number of rounds in a calibration of the masks."""
 OUTSIDE = 0.1
 """Factor by which weights that are not kept are multiplied in later rounds."""
 CALIBRATION_EXAMPLES = 256
-"""Maximum number of validation examples used for a calibration."""
+"""Maximum number of validation examples used for a calibration of the masks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -470,7 +470,7 @@ def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, 
 
 
 def _broadcast(masks: dict[str, Tensor], settings: dict[str, float | str]) -> SparsityMasks:
-    """Sends the masks of the first process to all other processes, because rounding errors may make masks differ."""
+    """Sends the masks of the first process to all other processes, because rounding errors may make them differ."""
     bytes_of = {name: mask.to(torch.uint8) for name, mask in masks.items()}
     distributed.broadcast(list(bytes_of.values()))
     return SparsityMasks({name: values.bool() for name, values in bytes_of.items()}, settings)

@@ -47,7 +47,7 @@ class OwnTaskWarning(UserWarning):
 
 
 class OutputScaleWarning(UserWarning):
-    """Issued if f is not normalised and a bundle does not record its scale. A suitable λ then depends on the scale."""
+    """Issued if f is not normalised and a bundle does not record the scale of f, on which a suitable λ then depends."""
 
 
 class PrecisionLoss(NamedTuple):
@@ -263,7 +263,7 @@ class Regularizer:
         return value
 
     def add_grad(self, tau: Mapping[str, Tensor], grads: MutableMapping[str, Tensor] | None = None) -> Tensor:
-        """Computes the penalty and adds its gradient, 2 λ/s G τ, in place.
+        """Computes the penalty and adds its gradient, 2 λ/s G τ, to `grads` or to the `.grad` of the tensors.
 
         Args:
             tau: Task vector by parameter name; see `value`.
@@ -407,7 +407,7 @@ def _output_scale(inputs: Sequence[MergeInput]) -> float:
     reference = scale_of_f(inputs)
     for bundle in inputs:
         if not (about.function.normalized or about.metric == "kl" or bundle.curvature.about.output_scale):
-            instead = "the scale of the other bundles is used" if reference else "the penalty is not divided by a scale"
+            instead = "the scale in the other bundles is used" if reference else "the penalty is not divided by a scale"
             problem = f"f is not normalised, and the bundle does not record the scale of f; {instead}"
             warnings.warn(f"{bundle.name}: {problem}. Estimate the bundle again", OutputScaleWarning, stacklevel=3)
     return reference or 1.0

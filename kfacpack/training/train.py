@@ -74,8 +74,8 @@ def train(
             bundles.
         strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, and to 1 with `reg_data`. With `preset`,
             defaults to the published λ.
-        reg_every: Interval of the penalty in steps. With N, the penalty is applied only at every N-th step.
-        weights: Factors for groups of blocks, such as `{"norm": 10.0}`.
+        reg_every: Interval of the penalty in steps. With an interval of N, the penalty is applied at every N-th step.
+        weights: Factors by which the penalties of groups of blocks are multiplied, such as `{"norm": 10.0}`.
         preset: `"tak"` for the published scaling, strength and weights.
         penalty_precision: `"tf32"` or `"bf16"` for faster products with the factors; `"bf16"` also halves the memory
             that the factors need. `Regularizer.precision_loss` measures the effect.

@@ -222,7 +222,7 @@ class Trainer:
             raise KfacpackError(f"{printable(self.task.name)}: the training split has no examples")
         if (self.masks is None) == (self.regime.name == "sparse"):
             raise KfacpackError(
-                f"regime {self.regime.name!r}: masks are required in the regime 'sparse', and not allowed otherwise"
+                f"regime {self.regime.name!r}: masks are required in the regime 'sparse' and invalid in other regimes"
             )
         if self.regularizer and self.data_penalty:
             raise KfacpackError("expected a penalty from bundles or from data, got both")
@@ -369,7 +369,7 @@ class Trainer:
         )
 
     def penalty_error(self, vector: TaskVector) -> PrecisionLoss | None:
-        """Returns the errors of a penalty in reduced precision, or None if the precision is not reduced.
+        """Returns the errors that reduced precision causes in the penalty, or None if the precision is not reduced.
 
         Args:
             vector: The task vector of this run, at which the errors are measured.
@@ -481,7 +481,7 @@ class Trainer:
         return torch.autocast(self.head.weight.device.type, self.autocast)
 
     def _labels(self, numbers: Sequence[int]) -> Tensor:
-        """Returns labels as indices into the classes of `_own_head`, on the CPU. Without classes, they are zeros."""
+        """Returns labels as indices into the classes of `_own_head`, on the CPU. Without classes, every label is 0."""
         if isinstance(self.head, CompletionHead):
             return torch.zeros(len(numbers), dtype=torch.int64)
         labels = torch.tensor([self.split.label(number) for number in numbers], dtype=torch.int64)

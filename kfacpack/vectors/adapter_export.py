@@ -60,7 +60,8 @@ class ExportedMatrix:
     """Rank of the approximation."""
     method: ApproximationMethod
     """How the change is approximated: "factors" if the vector's own factors are exported without loss, "svd" for the
-    truncated singular value decomposition, "metric" for an approximation with a smaller error in the bundle's norm."""
+    truncated singular value decomposition, or "metric" if another approximation has a smaller error in the bundle's
+    norm."""
     error: float
     """Relative error ‖W − U V‖ / ‖W‖ of the approximation U V of the change W, in the Frobenius norm."""
     metric_error: float | None
@@ -303,7 +304,7 @@ def _approximate(
 
 @dataclass
 class _Totals:
-    """Squared norms of the vector and of its difference from the adapter, in the Frobenius and the bundle's norm."""
+    """Squares of the Frobenius norm and the bundle's norm, for the vector and for its difference from the adapter."""
 
     norm: float = 0.0
     error: float = 0.0
@@ -399,7 +400,7 @@ def _write(
 
 
 def _target_modules(names: list[str], modules: Iterable[str]) -> list[str] | str:
-    """Returns the value of `target_modules` in the config that selects exactly the modules with the given names.
+    """Returns the value of the config key `target_modules` that selects exactly the modules with the given names.
 
     PEFT also adapts modules whose names end with a listed name. If the model has such modules, a regular expression is
     returned instead of a list.

@@ -193,8 +193,8 @@ def _matched_bundles(
         if inputs:
             users = ", ".join(name for name, other in METHODS.items() if other.needs_bundles)
             raise KfacpackError(
-                f"the method {method.name!r} does not use bundles, but {len(inputs)} were passed. Omit them, or use "
-                f"one of the methods {users}"
+                f"the method {method.name!r} does not use bundles: expected none, got {len(inputs)}. Omit the bundles, "
+                f"or use one of the methods {users}"
             )
         return []
     for number, vector in enumerate(vectors, start=1):
@@ -217,8 +217,8 @@ def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
         if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
             raise KfacpackError(f"α is {number!r}, expected a finite number")
     if len(numbers) != count:
-        problem = f"got {len(numbers)} values of α for {count} vectors"
-        raise KfacpackError(f"{problem}, expected a single value or one value per vector")
+        expected = f"expected a single number or a list with one number per vector, of length {count}"
+        raise KfacpackError(f"α is a list of length {len(numbers)}, {expected}")
     return [float(number) for number in numbers]
 
 
@@ -235,7 +235,7 @@ def _require_different(vectors: Sequence[TaskVector], sources: Sequence[Addable]
         for signed_digest in {(vector.digest, True), *addends}:
             if signed_digest in seen:
                 pair = f"{printable(seen[signed_digest])} and {printable(name)}"
-                tasks = f"tasks: {', '.join(map(printable, vector.tasks))}"
+                tasks = f"tasks: {', '.join(map(printable, vector.tasks)) or 'unknown'}"
                 problem = "are the same vector" if vector.digest == digests[seen[signed_digest]] else "share a vector"
                 remedy = "Pass this vector only once, with α = 2 if it should count twice"
                 raise TaskVectorError(f"{pair} {problem}, which would be counted twice ({tasks}). {remedy}")

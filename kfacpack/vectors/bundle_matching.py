@@ -164,8 +164,8 @@ def _owners(item: MergeInput, vectors: Sequence[TaskVector]) -> tuple[int, ...]:
     names = abbreviate(repr(task) for task in tasks)
     if superfluous := [task for task in tasks if task not in known]:
         raise KfacpackError(
-            f"{item.name}: contains the tasks {names}, but no vector contains {superfluous[0]!r}; the tasks of the "
-            f"vectors are {abbreviate(sorted(known))}. Omit this bundle, or also pass the vector for {superfluous[0]!r}"
+            f"{item.name}: no vector contains {superfluous[0]!r}, a task of this bundle; tasks of the vectors: "
+            f"{abbreviate(sorted(known))}. Omit this bundle, or also pass the vector for {superfluous[0]!r}"
         )
     raise KfacpackError(
         f"{item.name}: contains {names}, which are tasks of different vectors. Pass a separate bundle for each vector"

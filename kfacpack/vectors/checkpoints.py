@@ -37,7 +37,7 @@ WEIGHTS = ("model.safetensors", "open_clip_model.safetensors", "diffusion_pytorc
 INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS)
 """Names of the index files of sharded weights."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz")
-"""Suffixes of weights files in formats other than safetensors."""
+"""Suffixes of weights files in formats other than safetensors, most of which are pickles. They are never read."""
 CONVERT = "Load the file with the library that wrote it, and save the state dict with safetensors.torch.save_file"
 _MAX_JSON_BYTES = 64 * 2**20
 
@@ -74,7 +74,9 @@ class StateDictTensors(CheckpointTensors):
     def __init__(self, state: Mapping[str, Any]):
         for key, value in state.items():
             if not isinstance(key, str) or not isinstance(value, Tensor):
-                problem = f"the entry {printable(str(key))!r} is a {type(value).__name__}, expected tensors by name"
+                types = f"{type(key).__name__} and {type(value).__name__}"
+                problem = f"the entry {printable(str(key))!r} has a key and a value of the types {types}"
+                problem = f"{problem}, expected str and Tensor"
                 raise BundleError("state dict", problem, None, "Pass the state dict of a module")
         self.name = "the state dict"
         self.specs = {
@@ -200,7 +202,7 @@ class WeightsFolder(ABC):
             problem = f"has {len(files)} safetensors files and no index: {', '.join(files[:5])}"
             raise BundleError(self.name, problem, None, "Pass the path of one of these files")
         if pickles := [name for name in others if name.endswith(PICKLES)]:
-            problem = f"has no safetensors weights, only {pickles[0]}; pickles are never loaded"
+            problem = f"has no safetensors weights, only {pickles[0]}; other formats are not read"
             raise BundleError(self.name, problem, None, CONVERT)
         expected = f"Expected {ADAPTER_CONFIG}, {INDEXES[0]} or {WEIGHTS[0]}"
         raise BundleError(self.name, "has no weights in safetensors files", None, expected)
@@ -315,7 +317,7 @@ def open_file(source: str | os.PathLike[str]) -> FileTensors:
         BundleError: If the source is not a safetensors file with the weights of a model.
     """
     if os.fspath(source).endswith(PICKLES):
-        raise BundleError(source, "is not a safetensors file; pickles are never loaded", None, CONVERT)
+        raise BundleError(source, "is not a safetensors file; other formats are not read", None, CONVERT)
     location = Reference.parse(os.fspath(source)) if is_reference(source) else expand_user(source)
     return FileTensors(os.fspath(source), [location])
 
@@ -451,7 +453,7 @@ def _best_prefix(
         # The base model itself may have both names, such as visual.transformer… and transformer….
         return unchanged
     if others:
-        problem = f"{count} names match the base model both {best} and {others[0]}"
+        problem = f"the names match the base model equally well {best} and {others[0]} (number of matches: {count})"
         raise TaskVectorError(f"{source}: {problem}. Pass a state dict with the names of the base model")
     return best
 

@@ -226,7 +226,7 @@ def _checkpoint_changes(
             _check_buffer(source.name, name, weights.read(name), tuned)
         elif parameter in seen:
             if not torch.equal(tuned, source.read(seen[parameter])):
-                problem = f"{name!r} and {parameter!r} differ, but the base model ties them"
+                problem = f"the tensors {name!r} and {parameter!r} differ, but are tied in the base model"
                 raise TaskVectorError(f"{source.name}: {problem}, so a vector cannot contain both changes")
         else:
             seen[parameter] = match.tensors[name]
@@ -242,7 +242,8 @@ def _within_trained_tower(match: NameMatch, weights: BaseWeights, on_note: OnNot
         return match
     outside = [name for name in match.tensors if not name.startswith("visual.")]
     if outside:
-        on_note(f"the base model has no trained text tower, so {len(outside)} tensors of the checkpoint are left out")
+        problem = "the base model has no trained text tower, so only the checkpoint's vision tower is used"
+        on_note(f"{problem} (tensors left out: {len(outside)})")
     inside = {name: tensor for name, tensor in match.tensors.items() if name.startswith("visual.")}
     return NameMatch(match.prefix, inside, match.unexpected, match.heads)
 
@@ -257,26 +258,30 @@ def _check_names(source: CheckpointTensors, match: NameMatch, weights: BaseWeigh
     missing = [name for name in state if weights.aliases.get(name, name) not in present and not is_constant(name)]
     problems = []
     if refused := [name for name in missing if not _may_be_missing(name, match, weights)]:
-        problems.append(f"{len(refused)} parameters of the base model are missing ({_first(refused)})")
+        problems.append(f"parameters missing from the checkpoint: {len(refused)} ({_first(refused)})")
     if match.unexpected:
-        problems.append(f"{len(match.unexpected)} tensors are not in the base model ({_first(match.unexpected)})")
+        problems.append(f"tensors not in the base model: {len(match.unexpected)} ({_first(match.unexpected)})")
     shapes = [name for name, tensor in match.tensors.items() if not weights.fits(source.specs[tensor], name)]
     heads = frozenset(name for name in shapes if is_head(name) and name not in weights.default)
     if wrong := [name for name in shapes if name not in heads]:
         actual, expected = list(source.specs[match.tensors[wrong[0]]][1]), list(state[wrong[0]].shape)
-        problems.append(f"{len(wrong)} shapes differ ({wrong[0]!r} has shape {actual}, expected {expected})")
+        problems.append(
+            f"tensors with a different shape: {len(wrong)} ({wrong[0]!r} has shape {actual}, expected {expected})"
+        )
     floats = {"F64", "F32", "F16", "BF16"}
     parameters = [name for name in match.tensors if name in weights.aliases]
     if wrong := [name for name in parameters if source.specs[match.tensors[name]][0] not in floats]:
         dtype = source.specs[match.tensors[wrong[0]]][0]
-        problems.append(f"{len(wrong)} parameters are not floating-point ({wrong[0]!r} is {dtype}, possibly quantised)")
+        problems.append(
+            f"parameters that are not floating-point: {len(wrong)} ({wrong[0]!r} is {dtype}, possibly quantised)"
+        )
     if problems:
         problem = "; ".join(problems)
         raise TaskVectorError(f"{where}: is not a checkpoint of {weights.name}: {printable(problem, 1000)}")
     if left_out := [*match.heads, *sorted(heads)]:
         on_note(f"the classification head is left out, because the base model has no matching head: {_first(left_out)}")
     if missing:
-        on_note(f"{len(missing)} parameters are not in the checkpoint and count as unchanged: {_first(missing)}")
+        on_note(f"parameters missing from the checkpoint, which count as unchanged: {len(missing)} ({_first(missing)})")
     dtypes = {source.specs[match.tensors[name]][0] for name in parameters if name not in heads}
     base = {str(state[name].dtype).removeprefix("torch.") for name in parameters}
     if len(dtypes) > 1 or dtypes - {_DTYPES[dtype] for dtype in base if dtype in _DTYPES}:
@@ -396,7 +401,7 @@ def _match_adapter(
         else:
             (heads if is_head(name) else unexpected).append(name)
     if unexpected:
-        problem = f"changes {len(unexpected)} parameters that the base model does not have ({_first(unexpected)})"
+        problem = f"changes parameters that the base model does not have: {len(unexpected)} ({_first(unexpected)})"
         raise TaskVectorError(f"{source}: is not an adapter for {weights.name}, because it {problem}")
     if match.prefix.text:
         change = "added to" if match.prefix.is_added else "removed from"
@@ -413,12 +418,12 @@ def _match_adapter(
 def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], on_note: OnNote) -> None:
     """Issues notes on changes to frozen parameters, on rounded parameters, and on an unusually large change."""
     if frozen := [name for name in changed if name not in weights.default]:
-        problem = f"{len(frozen)} parameters that are frozen in training differ from the base model"
-        on_note(f"{problem} and are included in the vector: {_first(frozen)}")
+        problem = "parameters that are frozen in training differ from the base model and are included in the vector"
+        on_note(f"{problem}: {len(frozen)} ({_first(frozen)})")
     if changes.rounded:
         dtype = str(weights.state[changes.rounded[0]].dtype).removeprefix("torch.")
-        problem = f"{len(changes.rounded)} parameters of the checkpoint are rounded to the base model's dtype"
-        on_note(f"{problem} {dtype}: {_first(changes.rounded)}. Load the base model in a wider dtype to avoid this")
+        problem = f"parameters of the checkpoint are rounded to the base model's dtype {dtype}: {len(changes.rounded)}"
+        on_note(f"{problem} ({_first(changes.rounded)}). Load the base model in a wider dtype to avoid this")
     if changes.base_square and changes.square > _FAR**2 * changes.base_square:
         ratio = (changes.square / changes.base_square) ** 0.5
         problem = f"the norm of the difference is {ratio:.0%} of the norm of the base model's weights"

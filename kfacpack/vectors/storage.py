@@ -335,7 +335,7 @@ class VectorFile(SealedFile):
             entries, size = self._bitmaps[name]
             positions = unpack_bitmap(self.tensor(name))
             if len(positions) != entries:
-                return f"has {len(positions)} set bits, expected {entries}, one for each stored value"
+                return f"the number of set bits is {len(positions)}, expected {entries}, one for each stored value"
             if entries and int(positions[-1]) >= size:
                 return f"bit {int(positions[-1])} is set, but only bits below {size} may be set"
         if name not in self._indexed:
@@ -467,7 +467,7 @@ def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> C
     specs = container.tensors
     shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
     if missing := [name for name in shapes if name not in specs]:
-        problem = f"has no tensor {missing[0]!r}; {len(missing)} of {len(shapes)} expected parameters are missing"
+        problem = f"has no tensor {missing[0]!r}; missing parameters: {len(missing)} of {len(shapes)}"
         raise BundleError(path, problem, None, "Expected a task vector with the model's parameter names")
     for name, shape in shapes.items():
         dtype = TORCH_TYPES.get(specs[name].dtype)

@@ -300,7 +300,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return SummedChanges(self._terms, joint_base(storage.about.base for _, storage in self._terms))
 
     def covering(self, base: Base) -> TaskVector:
-        """Returns the same vector extended to all parameters in `base`; additional parameters do not change.
+        """Returns this vector, extended to all parameters in `base`. The changes to the additional parameters are zero.
 
         Args:
             base: The base model of a sum that contains this vector. It lists the parameters of all terms of the sum.
@@ -488,7 +488,7 @@ def _check_heads(heads: Mapping[str, Head], about: AboutVector) -> None:
     tasks = [task.name for task in about.tasks]
     for name, head in heads.items():
         if name not in tasks:
-            raise TaskVectorError(f"got a head for {name!r}, but the tasks of the vector are {tasks}")
+            raise TaskVectorError(f"got a head for {name!r}, which is not a task of the vector (tasks: {tasks})")
         shape = (len(head.classes), about.function.width)
         if tuple(head.weight.shape) != shape or tuple(head.bias.shape) != shape[:1]:
             actual = f"{list(head.weight.shape)} and {list(head.bias.shape)}"

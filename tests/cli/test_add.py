@@ -167,7 +167,7 @@ WRONG = {
     "no such setting": (["one"], ["--method", "tsv", "--keep", 0.1], "'tsv' has no setting 'keep'"),
     "sum has no mean": (["one"], ["--mean"], "'sum' has no setting 'mean'"),
     "wrong setting": (["one"], ["--method", "ties", "--keep", 2], "keep is 2.0, expected a number in (0, 1]"),
-    "alphas": (["one", "two", "three"], ["--alpha", 1, "--alpha", 2], "got 2 values of α for 3 vectors"),
+    "alphas": (["one", "two", "three"], ["--alpha", 1, "--alpha", 2], "α is a list of length 2, expected"),
     "infinite alpha": (["one"], ["--alpha", "inf"], "α is inf"),
     "alpha over float32": (
         ["one", "two"],

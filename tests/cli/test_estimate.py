@@ -232,7 +232,7 @@ def test_launched_processes_give_the_same_curvature_as_one(pictures, tmp_path, l
         (["--compress", "block:4000"], "4000"),
         (["--params", "nothing.*"], "'nothing.*'"),
         (["-o", "/no/such/folder/t.kfac"], "/no/such/folder"),
-        (["--samples", "500"], "64 orthogonal"),
+        (["--samples", "500"], "output of width 64"),
         (["--device", "cuda:7"], "cuda:7"),
         (["--device", "bogus"], "bogus"),
     ],

@@ -168,7 +168,7 @@ def test_spectra_and_its_table(artifacts):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (["disentanglement", "morning.safetensors"], "expected two vectors, got 1 vector(s) and 0 bundle(s)"),
+        (["disentanglement", "morning.safetensors"], "expected two vectors; vectors given: 1, bundles given: 0"),
         (["localisation"], "expected at least one vector"),
         (["drift", "morning.safetensors"], "expected at least one vector and one bundle (--bundle)"),
         (["interference", "morning.safetensors"], "expected at least one vector and one bundle (--bundle)"),

@@ -32,7 +32,7 @@ def test_merge_reports_the_error(paths, tmp_path):
     report = merge_and_report(paths).report.total
     assert "tak of dtd × 0.5, cars × 1, svhn × 1.5" in result.stdout
     assert f"relative error of G: {report.frobenius:.2g} " in result.stdout
-    assert f"the paper's bound is {report.relative_bound:.2g}" in result.stdout
+    assert f"the bound from the TAK paper is {report.relative_bound:.2g}" in result.stdout
     kp.merge(paths).save(tmp_path / "python.kfac")
     assert (tmp_path / "python.kfac").read_bytes() == (tmp_path / "all.kfac").read_bytes()
     assert "tak: dtd × 0.5, cars × 1, svhn × 1.5" in run("inspect", tmp_path / "all.kfac").stdout
@@ -64,7 +64,7 @@ def test_json_has_parents_weights_and_errors(paths, tmp_path):
         (["--weights", "1,1,2"], ["dtd × 0.75, cars × 0.75, svhn × 1.5"]),
         (["--without", "cars"], ["tak of dtd × 0.5, svhn × 1.5"]),
         (["--without", "cars", "--without", "dtd"], ["tak of svhn × 1:"]),
-        (["--blocks"], ["the paper's bound", "attn.in_proj_weight[0:2]"]),
+        (["--blocks"], ["bound (TAK paper)", "attn.in_proj_weight[0:2]"]),
     ],
 )
 def test_options(paths, tmp_path, arguments, words):
@@ -108,10 +108,10 @@ def test_an_input_is_never_overwritten(paths, tmp_path):
     ("arguments", "error_message"),
     [
         (["--weights", "1,x,2"], "--weights '1,x,2': expected numbers"),
-        (["--weights", "1,2"], "expected 3 weights"),
-        (["--rank", "2"], "has no rank"),
+        (["--weights", "1,2"], "the number of weights is 2, expected 3"),
+        (["--rank", "2"], "takes no rank, got 2"),
         (["--rule", "best"], "unknown merge rule 'best'"),
-        (["--without", "sun"], "the task 'sun'; the inputs contain cars, dtd, svhn"),
+        (["--without", "sun"], "the task 'sun'; available tasks: cars, dtd, svhn"),
     ],
 )
 def test_bad_input_exits_with_2_and_writes_nothing(paths, tmp_path, arguments, error_message):

@@ -133,7 +133,7 @@ def test_published_tasks_are_listed_and_shown_without_a_network(monkeypatch):
         "test 1,880",
     ):
         assert fact in run("dtd").stdout
-    assert "held out of train" in run("rte").stdout
+    assert "held out from the train split" in run("rte").stdout
     assert "accept its terms" in run("imagenet").stdout
     assert "rows without a label" in run("snli").stdout
 

@@ -151,7 +151,7 @@ def test_asymmetry_within_rounding_uses_the_lower_triangle():
 def test_bad_arguments_are_refused():
     with refused(ValueError, "square", "[2, 3]"):
         Dense.of(torch.zeros(2, 3))
-    with refused(ValueError, "1 to 4 diagonal blocks", "got 5"):
+    with refused(ValueError, "from 1 to 4", "got 5"):
         BlockDiagonal.from_dense(random_psd(4, 0), 5)
     with refused(ValueError, "rank from 0 to 4", "got 5"):
         LowRank.from_dense(random_psd(4, 0), 5)
@@ -161,7 +161,7 @@ def test_bad_arguments_are_refused():
         Dense.of(torch.zeros(0, 0))
     with refused(kp.MatrixError, "vector", "[2, 2]"):
         Diagonal.of(torch.zeros(2, 2))
-    with refused(kp.MatrixError, "from 0 to 1", "-0.2"):
+    with refused(kp.MatrixError, "between 0 and 1", "-0.2"):
         Sparse.from_dense(random_psd(4, 0), -0.2)
 
 

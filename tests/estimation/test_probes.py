@@ -112,7 +112,7 @@ def test_orthogonal_directions_are_at_least_as_accurate_as_gaussian_ones(capsys)
 def test_invalid_options_are_refused():
     model, x = seeded(mlp), vectors(5)
     for wrong, words in (
-        ({"samples": 4}, "3 orthogonal probes"),
+        ({"samples": 4}, "4 orthogonal probes .* width 3; expected at most 3"),
         ({"samples": 0}, "samples 0"),
         ({"probe": "normal"}, "'orthogonal', 'rademacher' or 'gaussian'"),
         ({"fisher": "empirical"}, "'mc' or 'exact'"),

@@ -75,7 +75,7 @@ def test_test_examples_are_evaluated_at_the_selected_alpha_only(model, subjects)
 
 
 def test_a_task_without_a_validation_split_is_refused():
-    with refused(KfacpackError, "toy: expected a split", "'validation'", "train, test", "validation-*.parquet"):
+    with refused(KfacpackError, "toy", "'validation'", "train, test", "validation-*.parquet"):
         validation_set(ToyTask())
 
 

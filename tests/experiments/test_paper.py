@@ -74,8 +74,10 @@ def test_every_claim_is_decided_from_the_arms_of_its_plan(name):
         verdict, reason = claim.decide(results)
         assert verdict in (criteria.HOLDS, criteria.FAILS, criteria.UNTESTABLE)
         assert reason.endswith(".")
+    full_scale, _ = read_plan(PAPER / f"{name}.yaml", "full")
     assert set(claims.PLANS[name].paper) <= {
         *results.arms,
+        *full_scale.arms,
         "base",
         *next(iter(results.arms.values()))["seeds"][0]["methods"],
     }

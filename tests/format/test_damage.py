@@ -40,14 +40,15 @@ def test_truncated_files_are_rejected(good, target):
     for offset in offsets:
         target.write_bytes(raw[:offset])
         message = error_message(target)
-        assert "ends at" in message or "bytes long" in message, (offset, message)
+        assert "ends at" in message or "is too short" in message, (offset, message)
         if offset >= start:
             assert "tensor '" in message, (offset, message)
 
 
 def test_appended_bytes_are_rejected(good, target):
     target.write_bytes(good.read_bytes() + b"\0")
-    assert "1 unexpected bytes" in error_message(target)
+    size = good.stat().st_size
+    assert f"ends at byte {size + 1}, but should end at byte {size}" in error_message(target)
 
 
 def test_any_changed_byte_of_the_header_is_detected(good, target):
@@ -113,7 +114,7 @@ def test_files_of_other_formats_are_rejected(target, tmp_path):
     target.write_text("<html><title>404</title></html>")
     assert "looks like a web page" in error_message(target)
     target.write_bytes(b"")
-    assert "only 0 bytes long" in error_message(target)
+    assert "expected at least 8 bytes, got 0" in error_message(target)
     assert "No such file" in error_message(tmp_path / "nowhere.kfac")
     assert "is a folder" in error_message(tmp_path)
     os.mkfifo(tmp_path / "pipe")

@@ -229,7 +229,7 @@ INCONSISTENCIES = {
     ),
     "a wrong formula": (
         lambda h, m: m["scaling"].update(formula="A = sum a a^T"),
-        "for 'expand' the formula must be",
+        "the formula for the sharing 'expand' must be",
     ),
     "no scaling": (lambda h, m: m.pop("scaling"), "manifest: scaling: Field required"),
     "probes without mc": (
@@ -252,7 +252,7 @@ INCONSISTENCIES = {
     ),
     "a diagonal block with a dense matrix": (
         lambda h, m: m["blocks"][-1].update(structure="diagonal"),
-        "is diagonal, but 'token/G'",
+        "is diagonal, but the matrix 'token/G'",
     ),
     "an unknown structure": (
         lambda h, m: m["blocks"][0].update(structure="circulant"),

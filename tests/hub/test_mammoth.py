@@ -161,7 +161,7 @@ CHANGES = {
     "whole numbers": ("ggT", with_layer(lambda m: m.long()), (LAYER, "I64")),
     "not finite": ("ggT", with_layer(lambda m: m * torch.nan), (LAYER, "NaN")),
     "not symmetric": ("ggT", with_layer(torch.triu), (LAYER, "not symmetric")),
-    "divided": ("aaT", with_layer(lambda m: m / 5), (LAYER, "expected 5", "divided")),
+    "divided": ("aaT", with_layer(lambda m: m / 5), (LAYER, "number of examples, 5", "divided")),
     "other weights": (
         "ffT",
         lambda sums: {**sums, "ln_post.bias": 1.1 * sums["ln_post.bias"]},
@@ -281,7 +281,7 @@ def test_from_the_hub_as_from_the_folder(folder, model, tmp_path, hub, disconnec
     imported(place, model, tmp_path / "cache.kfac", "--task", "dtd")
     assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
     stderr = imported(place, model, tmp_path / "other.kfac", "--task", "svhn", code=2).stderr
-    for fact in (f"{place} (cached files only", "no files for svhn"):
+    for fact in (f"{place} (cached files only", "no files for the task svhn"):
         assert fact in stderr
     assert not (tmp_path / "other.kfac").exists(), "the cached files belong to another task"
 
@@ -314,7 +314,7 @@ def test_repositories_that_cannot_be_read(folder, model, tmp_path, hub, disconne
 
 @pytest.mark.usefixtures("in_process")
 def test_files_of_another_task_are_not_imported(folder, model, tmp_path):
-    import_fails(folder, model, tmp_path, "no files for svhn", "seq-8vision_task_1 (dtd)", task="svhn")
+    import_fails(folder, model, tmp_path, "no files for the task svhn", "seq-8vision_task_1 (dtd)", task="svhn")
     imported_bundle = kp.import_mammoth(
         folder, model, tmp_path / "imported.kfac", task="svhn", files=PREFIX, fisher="exact"
     )

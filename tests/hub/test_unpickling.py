@@ -71,7 +71,7 @@ def test_a_compressed_archive_is_refused(tmp_path):
 
 def test_only_named_tensors_are_accepted(tmp_path):
     path = tmp_path / "x.pt"
-    for content, *facts in (([torch.eye(2)], "a list"), ({"a": "b"}, "'a' is a str")):
+    for content, *facts in (([torch.eye(2)], "type list"), ({"a": "b"}, "'a' has type str")):
         torch.save(content, path)
         reading_fails(path, *facts)
 

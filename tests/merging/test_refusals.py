@@ -79,7 +79,7 @@ def test_parents_that_overlap(one, two, tmp_path):
     merge_fails([one, one], one, kp.Bundle(one).digest[:12], "twice")
     both, pair = tmp_path / "both.kfac", tmp_path / "pair.kfac"
     kp.merge([one, two]).save(both)
-    merge_fails([both, two], both, two, kp.Bundle(two).digest[:12], "for two", "twice", "--without two")
+    merge_fails([both, two], both, two, kp.Bundle(two).digest[:12], "for the task 'two'", "twice", "--without two")
     other = save(of_task("three", seed=62), tmp_path / "three.kfac")
     kp.merge([two, other]).save(pair)
     merge_fails([both, pair], both, pair, kp.Bundle(two).digest[:12], "twice")
@@ -141,7 +141,7 @@ def test_another_join_or_structure(one, tmp_path):
     factors = kp.Kronecker.of(kp.Packed.from_dense(torch.eye(3)), kp.Packed.from_dense(torch.eye(2)))
     blocks[4] = replace(norm, structure=factors)
     kp.Curvature(blocks, curvature.about).save(tmp_path / "o.kfac")
-    merge_fails([one, tmp_path / "o.kfac"], one, tmp_path / "o.kfac", "'norm'", "Kronecker", "whole")
+    merge_fails([one, tmp_path / "o.kfac"], one, tmp_path / "o.kfac", "'norm'", "Kronecker", "single matrix")
 
 
 def replace_at(piece, at):
@@ -150,9 +150,9 @@ def replace_at(piece, at):
 
 def test_rules_and_ranks(one, two):
     merge_fails([one, two], "'best'", "tak, stack, optimal, shards", rule="best")
-    merge_fails([one, two], "'tak' has no rank", rank=2)
+    merge_fails([one, two], "'tak' takes no rank", rank=2)
     merge_fails([one, two], "rank of at least 1", "got 0", rule="optimal", rank=0)
-    merge_fails([one, two], "rank is 5", "4 terms", rule="optimal", rank=5)
+    merge_fails([one, two], "rank is 5", "at most 4", rule="optimal", rank=5)
     merge_fails([], "nothing to merge")
 
 
@@ -160,7 +160,7 @@ def test_weights(one, two, tmp_path):
     unknown = save(of_task("u", None, seed=1), tmp_path / "u.kfac")
     merge_fails([one, unknown], f"{unknown}: ", "size of its dataset", "--weights 1,1 (weights=[1, 1])")
     assert kp.merge([one, unknown], weights=[1, 1]).about.merge.parents[1].dataset_size is None
-    merge_fails([one, two], "expected 2 weights", "got 3", weights=[1, 2, 3])
+    merge_fails([one, two], "weights is 3", "expected 2", weights=[1, 2, 3])
     for bad in (0, -1, float("nan"), float("inf")):
         merge_fails([one, two], f"{two}: the weight is {bad}", "1e-30", weights=[1, bad])
 
@@ -203,7 +203,7 @@ def test_inputs_must_be_a_list_of_curvatures_or_paths(inputs, facts):
 
 
 def test_tasks_that_cannot_be_left_out(one, two, tmp_path):
-    merge_fails([one, two], "task 'three'", "contain one, two", without="three")
+    merge_fails([one, two], "task 'three'", "available tasks: one, two", without="three")
     merge_fails([one, two], "no input remains", "one, two", without=["one", "two"])
     merged = kp.merge([one, two])
     merge_fails([merged], "input 1: contains the task 'two'", "the bundle of this task", without="two")

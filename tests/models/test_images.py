@@ -168,7 +168,7 @@ def test_only_a_valid_safetensors_file_is_loaded(tiny_clip, clip_file, tmp_path)
         (pickled.getvalue(), "pickles and other formats are never loaded"),
         (whole[:-5], "wrong.safetensors"),
         (whole[:100], "the file ends at byte 100"),
-        (b"", "only 0 bytes long"),
+        (b"", "expected at least 8 bytes, got 0"),
     ]:
         (tmp_path / "wrong.safetensors").write_bytes(content)
         for spec in (tiny_clip, TIMM):

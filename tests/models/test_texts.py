@@ -135,7 +135,7 @@ def test_a_model_of_another_kind_is_refused(t5_folder, bert_folder, pictures, pa
     with refused(KfacpackError, "a 'bert' model", "expected 't5'"):
         load_model(f"t5:{bert_folder}")
     model = load_model(f"hf:{bert_folder}")
-    with refused(KfacpackError, "expects texts", "'image' of 'dtd'", "Image"):
+    with refused(KfacpackError, "expects texts", "'image' of the task 'dtd'", "Image"):
         model.prepare(pictures[:1], "dtd")
     with refused(KfacpackError, "one text or a pair", "'mnli'", "premise, hypothesis, remark"):
         model.prepare([{**pairs[0], "remark": "a dog"}], "mnli")

@@ -109,7 +109,7 @@ def test_unknown_names_are_refused_before_the_run(tmp_path, known, unknown, expe
 @pytest.mark.parametrize(
     ("kind", "classes", "expected"),
     [
-        ("prototypes", ("red",), "line 3: tasks.1: mine has only one class, 'red'"),
+        ("prototypes", ("red",), "line 3: tasks.1: the task mine has only one class, 'red'"),
         ("words", ("red", "blue"), "line 2: model.head: tiny predicts no words"),
     ],
 )

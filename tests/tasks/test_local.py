@@ -202,7 +202,7 @@ def test_missing_shards_are_counted(tmp_path):
     write(text_data(), tmp_path, "test-00000-of-00001.parquet")
     task = load_task("mine", tmp_path)
     assert task.sizes["train"] == 3
-    assert task.notices("tiny") == ("mine: 2 of 3 files of train are missing",)
+    assert task.notices("tiny") == ("mine: 2 of 3 files of split 'train' are missing",)
     for number in (1, 2):
         write(text_data(), tmp_path, f"train-0000{number}-of-00003.parquet")
     assert load_task("mine", tmp_path).notices("tiny") == ()
@@ -305,14 +305,14 @@ def test_unsuitable_columns_are_refused(tmp_path):
 
 def test_splits_must_exist_have_examples_and_agree_on_classes(tmp_path):
     folder = write(text_data(), tmp_path)
-    with refused(KfacpackError, "unknown split 'test'", "one of train"):
+    with refused(KfacpackError, "unknown split 'test'", "available splits: train"):
         load_task("mine", folder).split("test")
     write(text_data().select([]), folder, "test.parquet")
     with refused(KfacpackError, "split 'test' has no examples"):
         load_task("mine", folder).split("test")
     renamed = text_data().cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
     write(renamed, folder, "validation.parquet")
-    with refused(KfacpackError, "classes of 'validation'", "those of 'train'"):
+    with refused(KfacpackError, "classes of split 'validation'", "those of split 'train'"):
         load_task("mine", folder).split("validation")
 
 

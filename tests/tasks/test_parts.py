@@ -135,7 +135,7 @@ def test_a_part_and_its_whole_are_not_counted_twice():
     with refused(KfacpackError, "'cars' and 'cars@1/2'", "twice"):
         kp.merge([whole, part])
     assert len(kp.merge([part, rest]).about.merge.parents) == 2
-    with warned(OwnTaskWarning, "'cars@1/2' itself", "'cars'"):
+    with warned(OwnTaskWarning, "'cars@1/2', the task being trained", "'cars'"):
         kp.Regularizer(whole, exclude_task="cars@1/2")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

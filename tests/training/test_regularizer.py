@@ -366,7 +366,7 @@ def test_a_trained_task_that_cannot_be_subtracted_causes_a_warning():
     parts = [of_task(name, 10, seed) for seed, name in enumerate(("one", "two"))]
     merged = kp.merge(parts)
     tau = random_tau(merged)
-    with warned(OwnTaskWarning, "'one' itself", "contains the task 'one'"):
+    with warned(OwnTaskWarning, "'one', the task being trained", "contains the task 'one'"):
         regularizer = kp.Regularizer(merged, 1.0, exclude_task="one")
     assert torch.equal(regularizer.value(tau), kp.Regularizer(merged, 1.0).value(tau))
     with refused(kp.KfacpackError, "contain only 'one'", "no tasks to protect"):

@@ -469,7 +469,7 @@ def test_the_command(tmp_path):
     assert {matrix["parameter"] for matrix in result["matrices"]} == {n for n in names if model_weight(n)}
     assert all(matrix["metric_error"] <= matrix["svd_metric_error"] for matrix in result["matrices"])
     assert {parameter["parameter"] for parameter in result["lost"]} == {n for n in names if not model_weight(n)}
-    for words in ("attn.in_proj_weight", "wrote", "lost: ", "next: "):
+    for words in ("attn.in_proj_weight", "wrote", "lost parameters: ", "next: "):
         assert words in shown.stdout
     assert (tmp_path / "a" / "adapter_model.safetensors").read_bytes() == (
         tmp_path / "b" / "adapter_model.safetensors"

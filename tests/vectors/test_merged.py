@@ -68,7 +68,7 @@ def test_a_merged_vector_is_one_addend_of_a_sum(tmp_path):
         ({"method": "dare", "seed": -1}, ("dare: seed is -1",)),
         ({"method": "iso-cts", "common": 1.5}, ("iso-cts: common is 1.5", "[0, 1]")),
         ({"alpha": float("inf")}, ("α is inf", "finite")),
-        ({"alpha": [1.0]}, ("got 1", "2 vectors")),
+        ({"alpha": [1.0]}, ("length 1", "of length 2")),
         ({"alpha": [1.0, True]}, ("α is True",)),
     ],
     ids=str,

@@ -91,7 +91,7 @@ def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
     Args:
         packed: Triangle, (..., n(n+1)/2).
         side: Number n of rows and of columns.
-        scale: Factors by which the rows of the triangle are multiplied, (..., n). By default, they are not multiplied.
+        scale: Factors by which the rows of the triangle are multiplied, (..., n). By default, the rows are not scaled.
 
     Returns:
         The full matrix, (..., n, n), in the dtype of `scale` if it is passed, and otherwise in the dtype of `packed`.
@@ -176,10 +176,10 @@ TORCH_TYPES = {
 }
 """Torch dtypes by their names in safetensors files."""
 FILE_TYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
-"""Names in safetensors files by torch dtype."""
+"""Names of dtypes in safetensors files, by torch dtype."""
 
 CHUNK_VALUES = 2**21
-"""Number of values that are written at a time, small enough for them to stay in the CPU cache until they are hashed."""
+"""Number of values that are written at a time. This many values stay in the CPU cache until they are hashed."""
 
 
 class MatrixTensors(ABC):

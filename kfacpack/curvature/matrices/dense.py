@@ -85,7 +85,7 @@ class OperatorCache:
         self._operators = {key: value for key, value in self._operators.items() if key[0] in kept}
 
     def __call__(self, matrix: Matrix, dtype: torch.dtype) -> Operator:
-        """Returns the operator for a matrix. The operator is created on the first call."""
+        """Returns the operator for a matrix and a dtype. The operator is created when it is first requested."""
         key = id(matrix), dtype
         if key not in self._operators:
             operator = matrix.operator(dtype, torch.device("cpu"))

@@ -126,7 +126,7 @@ class Operator(ABC):
 
     @classmethod
     def stack(cls, operators: Sequence[Self]) -> Self:
-        """Stacks operators of the same form and size into one. If there is only one, its tensors are not copied."""
+        """Stacks operators of the same form and size into one. The tensors of a single operator are not copied."""
         columns = zip(*(operator.tensors for operator in operators), strict=True)
         first, *others = operators
         return first.with_tensors(torch.stack(tensors) if others else tensors[0][None] for tensors in columns)
@@ -203,7 +203,7 @@ class Matrix(ABC):
     stackable: ClassVar[bool] = True
     """Whether operators can be stacked if the components of their matrices have the same shapes."""
     rounding_keeps_psd: ClassVar[bool] = False
-    """Whether the matrix stays positive semi-definite when its values are rounded."""
+    """Whether a positive semi-definite matrix stays positive semi-definite when its values are rounded to int8."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Matrix(ABC):
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator: ...
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Builds an operator from the components of another matrix of the same form, or of several such matrices.
+        """Returns an operator built from the components of another matrix of the same form, or of several such matrices.
 
         The values are not validated, because validation would have to wait for pending work on the device.
 
@@ -313,7 +313,7 @@ class Matrix(ABC):
         return ascending.flip(0)
 
     def row_index(self) -> Tensor:
-        """Returns the index of the stored row for each value of `data`. It is also the index of the factor in `scale`.
+        """Returns the index of the stored row for each value of `data`. The row's factor in `scale` has the same index.
 
         The shape of the result broadcasts to the shape of `data`.
         """
@@ -433,7 +433,7 @@ class Matrix(ABC):
 
 
 def require_square(matrix: Tensor) -> int:
-    """Checks that a floating-point tensor is a square matrix, and returns its number of rows.
+    """Checks that a tensor is a square floating-point matrix, and returns its number of rows.
 
     Raises:
         MatrixError: If the tensor is not (n, n) with n at least 1, or not of a floating-point dtype.

@@ -156,7 +156,8 @@ class BlockDiagonal(Matrix):
         """
         side = require_square(matrix)
         if not 1 <= count <= side:
-            raise MatrixError(f"expected 1 to {side} diagonal blocks for a matrix of side length {side}, got {count}")
+            expected = f"expected a number of diagonal blocks from 1 to {side}"
+            raise MatrixError(f"{expected} for a matrix of side length {side}, got {count}")
         width = widest_block(side, count)
         blocks = matrix.new_zeros((count, width, width))
         for block, (start, stop) in zip(blocks, spans(side, count), strict=True):
@@ -405,7 +406,7 @@ class Sparse(Matrix):
         return self._sparse_operator(dtype, device)
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Builds an operator that multiplies by a full (n, n) tensor; see `Matrix.unpacked`.
+        """Returns an operator that multiplies by a full (n, n) tensor; see `Matrix.unpacked`.
 
         A `SparseOperator` is not used here, because it would require sorting the entries of both triangles.
         """

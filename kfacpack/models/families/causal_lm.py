@@ -185,7 +185,8 @@ class AnswerTexts:
             part = "completion" if prompt else "prompt"
             raise KfacpackError(f"{self._model}: an example has an empty {part}{text}; expected at least one token")
         if len(answer) >= self.limit:
-            problem = f"the completion of {self._excerpt(prompt)} has {len(answer)} tokens, including the end token"
+            completion = f"the completion of the prompt {self._excerpt(prompt)}"
+            problem = f"{completion} has {len(answer)} tokens, including the end token"
             remedy = f"expected at most {self.limit - 1}, to leave room for the prompt. Shorten or remove this example"
             raise KfacpackError(f"{self._model}: {problem}; {remedy}")
         return prompt[-(self.limit - len(answer)) :], answer
@@ -237,7 +238,7 @@ def _require_dense_layers(module: nn.Module, name: str) -> None:
     """Checks that a model is not a mixture of experts, which would use different weights for different tokens."""
     for path, child in module.named_modules():
         if any(part in type(child).__name__.lower() for part in EXPERTS):
-            problem = f"lm:{name} is a mixture of experts: {path!r} is a {type(child).__name__}"
+            problem = f"lm:{name} is a mixture of experts: {path!r} has type {type(child).__name__}"
             reason = "its experts process different tokens in every batch, so their curvature cannot be estimated"
             raise KfacpackError(f"{problem}; {reason}. Use a dense model")
 

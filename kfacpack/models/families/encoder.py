@@ -56,8 +56,9 @@ class EncoderFamily:
             """Tokenizes sentences (one column) or pairs of sentences (two columns) in the input format of BERT."""
             columns = text_columns(examples, f"hf:{name}", task)
             if len(columns) > 2:
-                problem = f"expects one text or a pair of texts, but {task!r} has the columns {', '.join(columns)}"
-                raise KfacpackError(f"hf:{name} {problem}; keep at most two text columns")
+                problem = f"the task {task!r} has the columns {', '.join(columns)}"
+                expected = f"hf:{name} expects one text or a pair of texts"
+                raise KfacpackError(f"{expected}, but {problem}; keep at most two text columns")
             tokens = tokenizer(*columns.values(), padding=True, truncation=True, max_length=limit, return_tensors="pt")
             return dict(tokens)
 

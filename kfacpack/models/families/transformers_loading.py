@@ -194,7 +194,8 @@ def _weight_files(name: str) -> list[Path]:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        with hub_errors(f"the weights of {name}", name, None, offline_remedy=LOCAL_WEIGHTS):
+        offline_remedy = LOCAL_WEIGHTS[0].lower() + LOCAL_WEIGHTS[1:]
+        with hub_errors(f"the weights of {name}", name, None, offline_remedy=offline_remedy):
             folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
     files = _files_in(folder)
     if not files:
@@ -279,7 +280,8 @@ def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str
     for example in examples:
         for column, value in example.items():
             if not isinstance(value, str):
-                problem = f"column {printable(column)!r} of {task!r} contains a value of type {type(value).__name__}"
+                where = f"column {printable(column)!r} of the task {task!r}"
+                problem = f"{where} contains a value of type {type(value).__name__}"
                 raise KfacpackError(f"{model} expects texts, but {problem}; use an image model")
     return {column: [example[column] for example in examples] for column in columns}
 
@@ -304,7 +306,7 @@ def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model:
 
 
 def embedding_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the word, position and token type embeddings, but not of the following norm."""
+    """Returns the names of the word, position and token type embeddings. The norm after them is not included."""
     return tuple(f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding))
 
 

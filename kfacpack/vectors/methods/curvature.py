@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 DAMPING = 0.1
-"""Default damping of `refine` and of all methods here except `curvature`."""
+"""Default damping of `refine` and of all methods in this module except `curvature`."""
 DAMPING_HELP = "ε, the weight of the prior, relative to the mean eigenvalue of the summed curvature."
 PRIORS = ("sum", "mean", "zero")
 PRIOR_HELP = "Result in directions without curvature: the sum of the vectors, their mean, or zero."
@@ -125,7 +125,7 @@ class CurvatureMethod(BlockMethod):
         """Returns κ v / ‖τ‖². κ is `negligible_drift`, v is the scale of f, and ‖τ‖² is averaged over the vectors.
 
         Raises:
-            KfacpackError: If f is not normalised and no bundle records its scale.
+            KfacpackError: If f is not normalised and no bundle records the scale of f.
         """
         from kfacpack.merging.inputs import scale_of_f
 
