@@ -144,7 +144,7 @@ def test_bad_input_is_refused_and_nothing_is_written(bundle, tmp_path):
         (["int8", "-o", bundle], "is also an input"),
         (["int8", "-o", link], "is also an input"),
         (["int8", "-o", "/no/such/folder/s.kfac"], "/no/such/folder"),
-        (["int8", *to, "--vector", tmp_path / "missing"], f"has no tensor {first!r}; 1 of 10 expected parameters"),
+        (["int8", *to, "--vector", tmp_path / "missing"], f"has no tensor {first!r}; missing parameters: 1 of 10"),
         (["int8", *to, "--vector", tmp_path / "shape"], "expected a floating-point tensor of"),
         (["int8", *to, "--vector", tmp_path / "whole"], "is I32"),
         (["int8", *to, "--vector", tmp_path / "nan"], f"tensor {first!r}: contains NaN"),
