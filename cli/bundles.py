@@ -459,7 +459,9 @@ def _print_errors(report: MergeReport, rule: str) -> None:
     else:
         print_line("the merge is exact; there is no approximation error")
     for block in report.partial:
-        print_line(f"block {block.name} is missing in {', '.join(block.missing)}; it is merged from the other bundles")
+        print_line(
+            f"block {block.name} is missing from {', '.join(block.missing)}; it is merged from the other bundles"
+        )
 
 
 def _print_merged_blocks(report: MergeReport) -> None:

@@ -106,7 +106,7 @@ def print_negation(negation: Mapping[str, Any]) -> None:
     effect = f"control; kept {after / before:.0%} of its accuracy" if before else "control"
     table.add_row(name_cell(negation["control"]), percent(before), percent(after), effect)
     keep = f"the control task must keep {negation['keep']:.0%} of its accuracy"
-    print_line(f"added −{first['alpha']:g} τ; α was chosen on the validation split, where {keep}")
+    print_line(f"subtracted {first['alpha']:g} τ; α was chosen on the validation split, where {keep}")
     out.print(table)
     if not first["alpha"]:
         print_line(

@@ -482,8 +482,8 @@ def global_module_hooks() -> list[Mapping[Any, Any]]:
 def backward_retains_graph() -> bool:
     """Returns whether the current backward pass was started with `retain_graph=True`.
 
-    Calls `torch._C._autograd._get_current_graph_task_keep_graph`. If torch does not provide that function, returns
-    True, which is always correct but requires more memory. Known to work with torch 2.13.
+    Calls `torch._C._autograd._get_current_graph_task_keep_graph`. If torch does not provide it, returns True, which is
+    always safe: the caller then keeps the graph, at the cost of more memory. Known to work with torch 2.13.
     """
     return True if _graph_is_kept is None else bool(_graph_is_kept())
 

@@ -76,7 +76,7 @@ def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
     """
     _require_mapping(tau)
     if not tau:
-        raise TaskVectorError("the task vector is empty; expected at least one of the covered parameters")
+        raise TaskVectorError(f"the task vector is empty; expected at least one parameter of {owner}.parameters")
     for name, tensor in tau.items():
         if not isinstance(tensor, Tensor):
             raise TaskVectorError(f"parameter {name!r}: expected a tensor, got {type(tensor).__name__}")

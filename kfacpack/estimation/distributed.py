@@ -60,7 +60,7 @@ def process_group(device: torch.device) -> Iterator[None]:
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:  # ValueError: a variable of the launcher is missing
-        problem = f"process {os.environ.get('RANK')}: cannot reach the other processes: {first_line(error)}"
+        problem = f"rank {os.environ.get('RANK')}: cannot reach the other processes: {first_line(error)}"
         remedy = "Check the address and port that were passed to torchrun (--rdzv-endpoint) on every machine"
         raise KfacpackError(f"{problem}. {remedy}") from error
     try:
@@ -147,7 +147,7 @@ def _report_lost_process() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        problem = f"process {rank()} of {world_size()}: another process was lost: {first_line(error)}"
+        problem = f"rank {rank()} of {world_size()}: another process was lost: {first_line(error)}"
         remedy = "See the output of that process for the cause. Restart all processes with --resume"
         raise ProcessLostError(f"{problem}. {remedy}") from error
 

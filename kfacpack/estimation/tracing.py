@@ -239,7 +239,7 @@ class ModelTrace:
         return self._layouts[node]
 
     def layout_of(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
-        """Returns the layout that one or two gradients show, or None if the examples cannot be told apart.
+        """Returns the layout of the examples, or None if the gradients do not distinguish them.
 
         Args:
             gradients: One gradient if an example was passed twice; otherwise two, for the first and the last example.

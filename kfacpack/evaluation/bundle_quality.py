@@ -386,9 +386,9 @@ MAX_EIGENVALUES = 64
 def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, total: None) -> dict[str, Any]:
     """Computes the eigenvalues of all matrices in a curvature.
 
-    At most `MAX_EIGENVALUES` eigenvalues of each matrix are listed, in descending order. Their ranks are approximately
-    evenly spaced on a logarithmic scale, where the largest eigenvalue has rank 1. If a block is a sum of several terms,
-    the matrices of each term are listed separately.
+    At most `MAX_EIGENVALUES` eigenvalues of each matrix are listed, in descending order. The largest eigenvalue has
+    rank 1, and the ranks of the listed eigenvalues are approximately evenly spaced on a logarithmic scale. If a block
+    is a sum of several terms, the matrices of each term are listed separately.
 
     Args:
         curvature: The curvature.

@@ -285,7 +285,7 @@ def _task(name: str, tasks: Sequence[str], pairs: Sequence[InterferencePair]) ->
 
 
 def _blocks(pairs: Sequence[InterferencePair]) -> list[InterferenceBlock]:
-    """Sums each block's contribution to the predicted drift over the pairs. Returns the sums in descending order."""
+    """Returns the sum of each block's contributions to the predicted drifts of all pairs, in descending order."""
     totals: dict[str, float] = {}
     for pair in pairs:
         for block, value in pair["blocks"].items():

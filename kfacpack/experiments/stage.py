@@ -241,7 +241,7 @@ class MeasurementStage(Stage):
     def make(self, monitor: StageProgress) -> None:
         """Performs the measurement and writes the values together with their hash."""
         values = self.measure(monitor.interruptible())
-        write_atomically(self.path, json.dumps({"sha256": _digest(values), "found": values}, indent=1).encode())
+        write_atomically(self.path, json.dumps({"sha256": _digest(values), "values": values}, indent=1).encode())
 
     def read(self) -> dict[str, Any]:
         """Reads the measured values.
@@ -261,7 +261,7 @@ class MeasurementStage(Stage):
     def _read_intact(self) -> dict[str, Any] | None:
         try:
             content = json.loads(self.path.read_bytes())
-            values: dict[str, Any] = content["found"]
+            values: dict[str, Any] = content["values"]
             return values if content["sha256"] == _digest(values) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointFunction
 
 from kfacpack._torch import tensor_versions
-from kfacpack.errors import KfacpackError, NotFiniteError
+from kfacpack.errors import KfacpackError, NotFiniteError, abbreviate
 
 ModelInput: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any]"
 """Arguments of one forward pass: one tensor, positional arguments or keyword arguments."""
@@ -457,9 +457,7 @@ def select_parameters(
         raise KfacpackError(f"params {patterns}: expected at least one parameter name or pattern")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
-            first_names = ", ".join(list(named)[:3])
-            available = f"the model has {len(named)} parameters: {first_names}, …"
-            raise KfacpackError(f"no parameter matches {pattern!r}; {available}")
+            raise KfacpackError(f"no parameter matches {pattern!r}; parameters of the model: {abbreviate(named, 3)}")
     chosen = {first[id(p)] for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
     return {name: p for name, p in named.items() if name in chosen}
 

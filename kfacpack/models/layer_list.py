@@ -313,7 +313,7 @@ def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
             best, most = name, size
     if not best:
         problem = f"the curvature of {type(module).__name__} cannot be estimated layer by layer"
-        reason = "no list of layers of the same type contains any of the selected parameters"
+        reason = "no ModuleList or Sequential of layers of the same type contains any of the selected parameters"
         raise KfacpackError(f"{problem}: {reason}. {ORDINARY}")
     return best
 

@@ -188,7 +188,8 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
     size = _reference_norm(point.f.float(), normalized=regime.model.function.normalized)
     relative_change = float(change.float().norm() / size)
     if not 0 < relative_change < float("inf"):
-        reason = "the gradient of its loss is zero" if relative_change == 0 else "f or its change is zero, NaN or Inf"
+        invalid = "f, or its change in a trial step, is zero, NaN or Inf"
+        reason = "the gradient of its loss is zero" if relative_change == 0 else invalid
         raise KfacpackError(f"no learning rate can be derived from the first batch: {reason}; set --lr (lr)")
     return float(f"{regime.relative_step / relative_change:.{_DIGITS}g}")
 

@@ -291,11 +291,11 @@ REGIMES: dict[str, type[Regime]] = {
 KEEP = 0.1
 """Default share of the weights that the regime `sparse` trains."""
 ROUNDS = 4
-"""Number of rounds in a calibration of the masks."""
+"""Number of rounds in which the masks are calibrated."""
 OUTSIDE = 0.1
 """Factor by which weights that are not kept are multiplied in later rounds."""
 CALIBRATION_EXAMPLES = 256
-"""Maximum number of validation examples used for a calibration of the masks."""
+"""Maximum number of validation examples used to calibrate the masks."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -231,11 +231,11 @@ def _require_different(vectors: Sequence[TaskVector], sources: Sequence[Addable]
     digests: dict[str, str] = {}
     for number, (vector, source) in enumerate(zip(vectors, sources, strict=True), start=1):
         name = f"vector {number}" if isinstance(source, TaskVector) else os.fspath(source)
-        addends = [(addend.sha256, addend.coefficient > 0) for addend in vector.about.addends]
-        for signed_digest in {(vector.digest, True), *addends}:
+        addends = {(addend.sha256, addend.coefficient > 0): addend.tasks for addend in vector.about.addends}
+        for signed_digest, shared_tasks in {(vector.digest, True): vector.tasks, **addends}.items():
             if signed_digest in seen:
                 pair = f"{printable(seen[signed_digest])} and {printable(name)}"
-                tasks = f"tasks: {', '.join(map(printable, vector.tasks)) or 'unknown'}"
+                tasks = f"tasks: {', '.join(map(printable, shared_tasks)) or 'unknown'}"
                 problem = "are the same vector" if vector.digest == digests[seen[signed_digest]] else "share a vector"
                 remedy = "Pass this vector only once, with α = 2 if it should count twice"
                 raise TaskVectorError(f"{pair} {problem}, which would be counted twice ({tasks}). {remedy}")

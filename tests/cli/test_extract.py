@@ -178,7 +178,9 @@ def test_checkpoints_and_adapters_on_the_hub(hub, disconnect, bert_folder, tmp_p
             for file in checkpoint["files"]:
                 assert file["sha256"] == sha256(content[file["name"]]).hexdigest()
     hub.put("owner/pickle", {"pytorch_model.bin": b"\x80", "config.json": b"{}"})
-    assert "other formats" in run("extract", "hf://owner/pickle", *base, "-o", tmp_path / "p.safetensors", code=2).stderr
+    assert (
+        "other formats" in run("extract", "hf://owner/pickle", *base, "-o", tmp_path / "p.safetensors", code=2).stderr
+    )
     hub.put("owner/partial", {k: v for k, v in hub.files("owner/merged").items() if "00002" not in k})
     assert "missing" in run("extract", "hf://owner/partial", *base, "-o", tmp_path / "p.safetensors", code=2).stderr
     assert "does not exist" in run("extract", "hf://owner/no", *base, "-o", tmp_path / "p.safetensors", code=2).stderr

@@ -148,7 +148,7 @@ def test_partial_blocks_are_named(paths, tmp_path):
     assert "less.kfac does not have the block 'token'" in refused.stderr
     result = run("merge", *inputs, "-o", tmp_path / "m.kfac", "--allow-partial")
     assert result.exit_code == 0
-    assert f"block token is missing in {tmp_path / 'less.kfac'}" in result.stdout
+    assert f"block token is missing from {tmp_path / 'less.kfac'}" in result.stdout
 
 
 def test_merged_shards_equal_one_run(tmp_path):

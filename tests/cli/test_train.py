@@ -62,7 +62,9 @@ def test_the_own_task_is_subtracted_or_causes_a_warning(bundles, tmp_path):
     assert result.exit_code == 0
     assert "the penalty also restricts changes of f on 'digits'" in result.stderr.replace("\n", " ")
     assert "protected tasks: digits, mnist" in result.stdout
-    assert "also restricts changes of f on 'digits'" in run(*common, "--reg", bundles / "both.kfac", "--json").stderr.replace("\n", " ")
+    assert "also restricts changes of f on 'digits'" in run(
+        *common, "--reg", bundles / "both.kfac", "--json"
+    ).stderr.replace("\n", " ")
     before = (bundles / "both.kfac").read_bytes()
     result = run(*common[:-1], bundles / "both.kfac", "--reg", bundles / "both.kfac")
     assert result.exit_code == 2

@@ -294,7 +294,7 @@ def test_memory_limits_the_number_of_jobs(monkeypatch):
         warnings.simplefilter("error")
         assert jobs.choose_jobs(context, 8) == 8
     monkeypatch.setattr(jobs, "usable_cores", lambda: 4)
-    with pytest.warns(JobsWarning, match="4 core"):
+    with pytest.warns(JobsWarning, match="cores: 4"):
         assert jobs.choose_jobs(context, 8) == 8
 
 

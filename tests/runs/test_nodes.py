@@ -120,7 +120,7 @@ def test_a_lost_process_is_reported_and_the_run_resumes(tmp_path, ranks):
     assert not output.exists()
     reported = [result.stderr for result in results if "another process was lost" in result.stderr]
     assert len(reported) == 1
-    assert "process 0 of 2" in reported[0]
+    assert "rank 0 of 2" in reported[0]
     assert "--resume" in reported[0]
     assert output.with_name(f"{output.name}.partial").exists()
     with two_nodes(*train, output, "--resume") as nodes:

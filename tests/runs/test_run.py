@@ -217,7 +217,7 @@ def test_the_data_key_depends_on_names_and_images(tmp_path):
 def test_damaged_files_are_created_again(finished, kind):
     stage = next(candidate for candidate in run_of(finished).stages if candidate.kind == kind)
     content = stage.path.read_bytes()
-    for damaged in (b"", b"[]", b'{"found": {}, "sha256": ""}', content[: len(content) // 2]):
+    for damaged in (b"", b"[]", b'{"values": {}, "sha256": ""}', content[: len(content) // 2]):
         stage.path.write_bytes(damaged)
         record = Record()
         run_of(finished).execute(record)

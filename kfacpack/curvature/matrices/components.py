@@ -3,8 +3,8 @@
 A triangle is stored row by row: m[0,0], m[1,0], m[1,1], m[2,0], … Shapes: a full matrix is (..., n, n) and its triangle
 is (..., n(n+1)/2). Leading dimensions are batch dimensions.
 
-Components are stored in memory or in a bundle, or computed on demand. `specs` contains the dtype and shape of each
-tensor and is available without reading any values. Accessing a tensor by name may read or compute it.
+Components are stored in memory or in a bundle, or computed on demand. `MatrixTensors.specs` contains the dtype and
+shape of each component and is available without reading any values. Accessing a tensor by name may read or compute it.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ FILE_TYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 """Names of dtypes in safetensors files, by torch dtype."""
 
 CHUNK_VALUES = 2**21
-"""Number of values that are written at a time. This many values stay in the CPU cache until they are hashed."""
+"""Number of values that are written at a time. Small enough that the values are still in the CPU cache when
+they are hashed."""
 
 
 class MatrixTensors(ABC):

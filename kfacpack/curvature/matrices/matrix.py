@@ -237,7 +237,7 @@ class Matrix(ABC):
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator: ...
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Returns an operator built from the components of another matrix of the same form, or of several such matrices.
+        """Returns an operator built from the components of one or several other matrices of the same form.
 
         The values are not validated, because validation would have to wait for pending work on the device.
 

@@ -54,7 +54,7 @@ class MethodInput(NamedTuple):
         return (self.alpha * U.double(), V.double()) if self.alpha else (U[:, :0].double(), V[:0].double())
 
     def squared_norm(self) -> float:
-        """Returns ‖τ‖² over all parameters, without α. For changes that are stored as factors, U V is not computed."""
+        """Returns ‖τ‖² over all parameters, without α. The product of stored factors is not computed."""
         total = 0.0
         for name in self.tensors:
             pair = self.tensors.factors(name)
