@@ -195,7 +195,7 @@ def estimate(
     if stream_folder is not None and not stream:
         raise KfacpackError("--stream-folder requires --stream; add --stream or omit --stream-folder")
     if gpu is not None and not (stream and dry_run):
-        raise KfacpackError("--gpu is used only for the forecast of --stream --dry-run; add both options or omit --gpu")
+        raise KfacpackError("--gpu requires --stream and --dry-run; add both options or omit --gpu")
     target_gpu = None if gpu is None else find_gpu(gpu)
     if not dry_run:
         check_output(target, [weights] if weights else [])

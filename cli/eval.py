@@ -106,8 +106,8 @@ def _from_json(value: str, sets: Mapping[str, EvaluationSet]) -> dict[str, float
         raise _invalid_individual(value, "expected the output of `kfacpack eval --json` for a single α") from error
     evaluated = {task: entry for task, entry in entries.items() if task in sets}
     if not evaluated:
-        expected = f"expected accuracies on at least one of: {', '.join(sets)}"
-        raise _invalid_individual(value, f"contains accuracies on: {', '.join(entries) or 'no tasks'}; {expected}")
+        expected = f"expected the accuracy on at least one of the tasks {', '.join(sets)}"
+        raise _invalid_individual(value, f"{expected}, got {', '.join(entries) or 'none'}")
     for task, (_, examples) in evaluated.items():
         if examples != (own := len(sets[task].numbers)):
             problem = f"task {task!r} was evaluated on {examples} examples, expected {own}"

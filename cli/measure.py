@@ -393,7 +393,7 @@ def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvatu
             problem = "expected a bundle of one task, got a bundle that is merged or does not name its task"
             if allow_merged:
                 problem = "expected a bundle of one task or a merged bundle, got a bundle that does not name its task"
-            raise KfacpackError(f"{file}: {problem}. Drift is predicted and measured per task")
+            raise KfacpackError(f"{file}: {problem}")
         name = curvature.about.source.task if curvature.about.source else Path(locate(file).name).stem
         _require_new_task(curvatures, name, file)
         curvatures[name] = curvature
@@ -409,7 +409,7 @@ def _measured_tasks(curvatures: Mapping[str, Curvature], data: Sequence[str], *,
     tasks = [name for name, curvature in curvatures.items() if curvature.about.source]
     if measured and not tasks:
         problem = "--measured requires a bundle of a single task, but every bundle is merged"
-        raise KfacpackError(f"{problem}; pass such a bundle or omit --measured")
+        raise KfacpackError(f"{problem}; pass a bundle of a single task or omit --measured")
     folders = data_folders(tasks, data)
     return [name for name in tasks if measured or name in folders]
 

@@ -7,6 +7,10 @@ may damage temporary files. Those of `make test` are in memory, if there is enou
 """
 
 import os
+
+# The conftest.py of a subfolder imports torch before `pytest_configure` is called.
+os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+
 import shutil
 import tempfile
 from pathlib import Path
@@ -28,7 +32,6 @@ def enough_memory():
 
 
 def pytest_configure(config):
-    os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     os.fsync = lambda descriptor: None
     # pytest-xdist sets COLUMNS in its workers, from which the console of the commands would take its width.
     os.environ.pop("COLUMNS", None)

@@ -79,7 +79,7 @@ def truncate_in_metric(W: Tensor, R: Tensor, C: Tensor, rank: int) -> LowRankPai
 
 
 def _damped_root(matrix: Tensor) -> Tensor:
-    """Adds a small multiple of the identity to a matrix, and returns the Cholesky factor L of the sum L Lᵀ."""
+    """Adds a small multiple of the identity to a matrix, and returns the Cholesky factor of the result."""
     identity = torch.eye(len(matrix), dtype=matrix.dtype)
     mean = float(matrix.diagonal().mean())
     for damping in _DAMPINGS if mean > 0 else ():

@@ -243,7 +243,7 @@ def _fill(edges: NDArray[np.float64]) -> NDArray[np.float32]:
 def _outline(character: str, font: str) -> NDArray[np.float64]:
     """Returns the edges of all contours of a character, (E, 2 ends, 2), with the y axis pointing up."""
     if not has_glyph(character, font):
-        raise KfacpackError(f"font {font} has no character {character!r}; try another version of matplotlib")
+        raise KfacpackError(f"font {font} has no glyph for {character!r}; try another version of matplotlib")
     names, glyphs = _font(font)
     from fontTools.pens.basePen import BasePen
 

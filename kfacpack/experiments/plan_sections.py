@@ -61,7 +61,7 @@ class ModelSection(PlanSection):
     prompts: PromptStyle | None = None
     """Prompt style of a model named `t5:…` or `lm:…`; the values are those of `--prompts`."""
     params: Annotated[tuple[ShortText, ...], Field(min_length=1)] | None = None
-    """Names or patterns of the parameters that bundles cover and vectors change, in the syntax of `--params`."""
+    """Names or patterns of the parameters in the bundles and in the vectors, in the syntax of `--params`."""
     head: HeadKind = "auto"
     """Kind of classification head; see `kfacpack/models/heads.py`."""
 

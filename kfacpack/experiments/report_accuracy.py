@@ -316,9 +316,9 @@ def over_alpha(results: Results) -> Section | None:
         data={name: sweep.model_dump(mode="json") for name, sweep in sweeps.items()},
         options={"references": levels},
         alt=f"Line chart of mean accuracy over α, one line for each of {_listed(list(sweeps))}.",
-        caption=f"Mean accuracy over all tasks when the merged vector ({_first_method(results)}) is scaled by α."
+        caption=f"Mean accuracy over all tasks if the merged vector (method: {_first_method(results)}) is scaled by α."
         if several
-        else "Mean accuracy over all tasks when the sum of the vectors is scaled by α.",
+        else "Mean accuracy over all tasks if the sum of the vectors is scaled by α.",
     )
     pictures = [
         ReportFigure(

@@ -1,7 +1,7 @@
-"""Computes stages in workers, one at a time.
+"""The program of worker processes, each of which computes one stage at a time.
 
-`python -m kfacpack.experiments.worker` is the program of a worker process. It exchanges JSON lines with the scheduler
-through pipes, and exits when its input ends, so that no worker survives the scheduling process. The actors of
+The scheduler starts it with `python -m kfacpack.experiments.worker`. A worker exchanges JSON lines with the scheduler
+through pipes, and exits when its stdin is closed, so that no worker outlives the scheduler. The actors of
 `ray_cluster.py` use the same functions.
 """
 

@@ -257,7 +257,7 @@ def shards_of(path: FileLocation, index: dict[str, Any]) -> tuple[ShardEntry, ..
         )
         plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\") and file.strip(".")
         if not plain or type(nbytes) is not int or not isinstance(digest, str) or len(digest) != 64:
-            expected = "expected the keys 'file' (a name without folders), 'bytes' and 'sha256'"
+            expected = "expected the keys 'file' (a file name without a folder), 'bytes' and 'sha256'"
             problem = f"{expected}, got {str(entry)[:80]}"
             raise BundleError(path, problem, "index: shards", download_again(path))
         shards.append(ShardEntry(str(file), nbytes, digest))

@@ -230,8 +230,8 @@ def _upload(
 def _validate(name: str, card: str) -> None:
     """Sends the card to the Hub for validation, and raises an error if the Hub rejects it.
 
-    `ModelCard.validate` is not used, because before huggingface_hub 2.2 it sends the card to huggingface.co even if
-    HF_ENDPOINT names another server.
+    `ModelCard.validate` is not used, because versions of huggingface_hub before 2.2 send the card to huggingface.co
+    even if HF_ENDPOINT names another server.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session, hf_raise_for_status

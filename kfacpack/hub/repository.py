@@ -415,13 +415,13 @@ class BundleArtifact(Artifact):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The task and dataset on which the curvature was estimated. Empty for a merged bundle."""
+        """The task and dataset on which the curvature was estimated; an empty tuple for a merged bundle."""
         source = self.file.manifest.source
         return (source,) if source else ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The bundle's task or, if the bundle was merged, the tasks of its parents."""
+        """The bundle's task or, for a merged bundle, the tasks of its parents."""
         if merge := self.file.manifest.merge:
             return tuple(dict.fromkeys(parent.task for parent in merge.parents if parent.task))
         return super().tasks

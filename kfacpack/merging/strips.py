@@ -341,10 +341,10 @@ def coordinates(products: Tensor) -> Tensor:
 
 
 class CombinedTensors(MatrixTensors):
-    """The entries of Σ coefficient · matrix, summed in float64 when they are read.
+    """The matrix Σ coefficient · matrix, whose entries are computed in float64 when they are read.
 
-    If the entries are read in chunks, as when a file is written, they are computed from the inputs' files and not
-    cached. If the whole tensor is read, it is computed once and cached.
+    If the entries are read in chunks, as when a file is written, they are computed from the given matrices and not
+    cached. If all entries are read at once, they are computed once and cached.
     """
 
     def __init__(self, layout: StripLayout, matrices: Sequence[Matrix], coefficients: Sequence[float]):

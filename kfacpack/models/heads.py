@@ -169,7 +169,7 @@ class CompletionHead(Head):
     """
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the mean cross-entropy per token and the share of correct predictions, summed over the examples."""
+        """Returns two sums over the examples: of their mean cross-entropy, and of their share of correct tokens."""
         examples, targets = (tensor.to(f.device) for tensor in answer_positions(batch, len(f)))
         counts = torch.zeros_like(labels, dtype=f.dtype).index_add_(
             0, examples, torch.ones_like(examples, dtype=f.dtype)

@@ -300,7 +300,7 @@ def check_penalty_options(
         raise KfacpackError(f"--strength (strength) needs a penalty: {remedy}")
     if not bundles and (weights or preset or reg_every != 1 or penalty_precision or offload):
         options = "--weight (weights), --preset, --reg-every, --penalty-precision (penalty_precision) and --offload"
-        raise KfacpackError(f"{options} require a penalty from bundles: pass bundles with --reg (reg)")
+        raise KfacpackError(f"{options} require bundles; pass them with --reg (reg)")
 
 
 def check_mask_options(regime: str, mask: Sequence[object], keep: float | None) -> None:

@@ -236,8 +236,11 @@ def _require_different(vectors: Sequence[TaskVector], sources: Sequence[Addable]
             if signed_digest in seen:
                 pair = f"{printable(seen[signed_digest])} and {printable(name)}"
                 tasks = f"tasks: {', '.join(map(printable, shared_tasks)) or 'unknown'}"
-                problem = "are the same vector" if vector.digest == digests[seen[signed_digest]] else "share a vector"
-                remedy = "Pass this vector only once, with α = 2 if it should count twice"
+                problem = "have an addend in common"
+                remedy = "Pass vectors without common addends"
+                if vector.digest == digests[seen[signed_digest]]:
+                    problem = "are the same vector"
+                    remedy = "Pass this vector only once, with α = 2 if it should count twice"
                 raise TaskVectorError(f"{pair} {problem}, which would be counted twice ({tasks}). {remedy}")
             seen[signed_digest] = name
         digests[name] = vector.digest

@@ -101,7 +101,7 @@ def match_bundles(
         }
         if missing := [task for task in vector.tasks if task not in covered]:
             names = abbreviate(map(repr, missing))
-            remedy = f"Pass the bundles, or estimate them: kfacpack estimate --task {missing[0]} -o {missing[0]}.kfac"
+            remedy = f"Pass their bundles; to estimate one: kfacpack estimate --task {missing[0]} -o {missing[0]}.kfac"
             raise KfacpackError(f"vector {index + 1} contains tasks for which no bundle was passed: {names}. {remedy}")
     weights = task_weights(inputs, equal_weights=equal_weights)
     return [MatchedBundle(item, indices, weight) for item, indices, weight in zip(inputs, owners, weights, strict=True)]

@@ -102,7 +102,7 @@ class SummedChanges:
         return terms[0][1].remainder(name) if len(terms) == 1 and terms[0][0] == 1 else None
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the stored elements of a parameter's change.
+        """Returns the change to a parameter in sparse form.
 
         Returns None if a term is not sparse, or if the sparse form would take more space than the dense tensor.
         """

@@ -161,7 +161,7 @@ WRONG = {
     "other regime": (["one", "two-linear"], [], "different regimes: 'full' and 'linear'"),
     "other head": (["one", "other-head"], [], "different heads for 'one'"),
     "twice": (["one", "two", "one"], [], "are the same vector, which would be counted twice"),
-    "in a sum": (["one", "sum"], [], "share a vector, which would be counted twice"),
+    "in a sum": (["one", "sum"], [], "have an addend in common, which would be counted twice"),
     "nothing": (["nothing"], [], "No such file"),
     "no method": (["one"], ["--method", "average"], "unknown method 'average'"),
     "no such setting": (["one"], ["--method", "tsv", "--keep", 0.1], "'tsv' has no setting 'keep'"),

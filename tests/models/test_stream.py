@@ -128,7 +128,7 @@ def test_segments_become_the_files_of_a_bundle_with_an_index(request, pairs_task
 @pytest.mark.parametrize("params", [("model.layers.1.*",), ("model.norm.weight",), ("model.layers.0.mlp.*",)])
 def test_a_part_of_the_parameters(params, request, pairs_task):
     if params == ("model.norm.weight",):
-        with refused(kp.KfacpackError, "no list of layers"):
+        with refused(kp.KfacpackError, "no ModuleList or Sequential"):
             kp.estimate_task(*model_and_task("llama", request, pairs_task), examples=2, params=params, stream=True)
         return
     model, task = model_and_task("llama", request, pairs_task)
@@ -168,12 +168,12 @@ class Stack(nn.Module):
         ("between", "one after another"),
         ("skip", "other than the last"),
         ("plain", None),
-        ("no list", "no list"),
+        ("no ModuleList", "no ModuleList"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(kind, fact):
     model = toy_model()
-    if kind != "no list":
+    if kind != "no ModuleList":
         torch.manual_seed(0)
         module = Stack(kind).double()
         model = replace(model, module=module, forward=module)
