@@ -21,7 +21,7 @@ from kfacpack.format.units import human_bytes, human_seconds
 from kfacpack.format.vector_manifest import MethodEntry, RegimeName
 from kfacpack.vectors.methods import METHODS
 
-from .console import loading, print_json, print_line, print_next, show_note, steps_bar
+from .console import counted, loading, print_json, print_line, print_next, show_note, steps_bar
 from .options import (
     AS_JSON,
     IMAGE_SIZE,
@@ -206,7 +206,7 @@ def write(
         tau.save(output, on_progress=advance)
     vector, seconds = TaskVector.load(output), time.perf_counter() - start
     if show:
-        size = f"{len(vector)} parameters, {human_bytes(output.stat().st_size)}, in {human_seconds(seconds)}"
+        size = f"{counted(len(vector), 'parameter')}, {human_bytes(output.stat().st_size)}, in {human_seconds(seconds)}"
         print_line(f"wrote {output}: {', '.join(vector.tasks)}: {size}" if vector.tasks else f"wrote {output}: {size}")
         if method:
             print_solved(method)
@@ -284,8 +284,9 @@ def print_solved(method: MethodEntry) -> None:
     if method.solved:
         before, after = method.objective
         print_line(
-            f"{method.name}: {len(method.solved)} blocks solved, at most {method.max_iterations} iterations, relative "
-            f"residual at most {method.worst_residual:.2g}; objective {before:.4g} → {after:.4g}"
+            f"{method.name}: {counted(len(method.solved), 'block')} solved, "
+            f"at most {counted(method.max_iterations, 'iteration')}, "
+            f"relative residual at most {method.worst_residual:.2g}; objective {before:.4g} → {after:.4g}"
         )
     if method.without_curvature:
         names = abbreviate(method.without_curvature)

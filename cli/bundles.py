@@ -14,7 +14,7 @@ from kfacpack.errors import KfacpackError, abbreviate
 from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes, human_seconds
 
-from .console import out, plain_table, print_json, print_line, print_next, steps_bar
+from .console import counted, out, plain_table, print_json, print_line, print_next, steps_bar
 from .options import (
     AS_JSON,
     MAX_SHARD_SIZE,
@@ -356,7 +356,8 @@ def merge(
     elif show:
         if blocks:
             _print_merged_blocks(merged.report)
-        size = f"{len(merged.report.blocks)} blocks, {human_bytes(bundle.nbytes)}, in {human_seconds(seconds)}"
+        blocks_text = counted(len(merged.report.blocks), "block")
+        size = f"{blocks_text}, {human_bytes(bundle.nbytes)}, in {human_seconds(seconds)}"
         print_line(f"wrote {output}: {_describe(about.merge)}: {size}")
         _print_errors(merged.report, rule)
         task = without[0] if without else "TASK"
@@ -373,9 +374,9 @@ def _parse_weights(text: str | None) -> list[float] | None:
 
 
 def _describe(merge: Merge) -> str:
-    rank = f" of rank {merge.rank}" if merge.rank else ""
+    rank = f" (rank {merge.rank})" if merge.rank else ""
     parents = abbreviate(f"{parent.task or parent.sha256[:12]} × {parent.weight:.3g}" for parent in merge.parents)
-    return f"{merge.rule}{rank} of {parents}"
+    return f"{merge.rule} merge{rank} of {parents}"
 
 
 class MergeErrorsOutput(TypedDict):
@@ -447,7 +448,8 @@ def _has_bound(report: MergeReport) -> bool:
 
 def _print_errors(report: MergeReport, rule: str) -> None:
     if report.subtracted:
-        print_line("the error after a subtraction is unknown; to measure it, merge the bundles of the remaining tasks")
+        remedy = "to get a result with a known error, merge the bundles of the remaining tasks instead"
+        print_line(f"the error after a subtraction is unknown; {remedy}")
     elif report.measured:
         total, worst = report.total, max(report.blocks, key=lambda block: block.frobenius)
         print_line(

@@ -18,6 +18,7 @@ from kfacpack.models.prompts import PromptStyle
 
 from .bundles import CompressionOutput, print_report, report_json
 from .console import (
+    counted,
     examples_bar,
     loading,
     name_cell,
@@ -294,8 +295,8 @@ def _run(run: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: 
             result["compression"] = report_json(run.report, bundle.nbytes)
         print_json(result)
     elif show:
-        size = f"{len(curvature.blocks)} blocks, {human_bytes(bundle.nbytes)}"
-        print_line(f"wrote {output}: {size}, from {len(run.indices)} examples in {human_seconds(seconds)}")
+        size = f"{counted(len(curvature.blocks), 'block')}, {human_bytes(bundle.nbytes)}"
+        print_line(f"wrote {output}: {size}, from {counted(len(run.indices), 'example')} in {human_seconds(seconds)}")
         if run.report:
             print_report(run.report, f"compressed with {run.options.compress}", bundle.nbytes)
             if run.options.diagonal_blocks > 1:
@@ -327,8 +328,8 @@ def _print_forecast(forecast: Forecast, gpu: str | None, figures: Gpu | None) ->
         if names:
             print_line(f"{heading}: {', '.join(names)}")
     print_line(
-        f"{len(forecast.blocks)} blocks, {human_bytes(forecast.bytes)}; "
-        f"{forecast.examples} examples in {forecast.batches} batch{'es' if forecast.batches != 1 else ''}"
+        f"{counted(len(forecast.blocks), 'block')}, {human_bytes(forecast.bytes)}; "
+        f"{counted(forecast.examples, 'example')} in {counted(forecast.batches, 'batch', 'batches')}"
     )
     memory = f"peak memory about {human_bytes(forecast.peak_memory)}, not counting Python and its libraries"
     if figures is None:

@@ -18,7 +18,7 @@ from kfacpack.format.units import parse_alphas
 from kfacpack.format.vector_manifest import HeadKind
 from kfacpack.models.prompts import PromptStyle
 
-from .console import loading, print_json, print_line, show_note
+from .console import counted, loading, print_json, print_line, show_note
 from .evaluator import Evaluator, write_csv
 from .options import (
     AS_JSON,
@@ -295,7 +295,7 @@ def evaluate(
     elif show:
         output.print()
         if csv:
-            print_line(f"wrote {csv}: {len(output.rows)} rows")
+            print_line(f"wrote {csv}: {counted(len(output.rows), 'row')}")
 
 
 def _folders(names: list[str], control: str | None, data: list[str], columns: str | None) -> dict[str, str]:

@@ -21,6 +21,7 @@ from kfacpack.format.units import human_bytes, human_seconds
 
 from .console import (
     StageRows,
+    counted,
     name_cell,
     out,
     percent,
@@ -295,7 +296,8 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
     finished = len(planned.stages) - len(pending)
     total = human_seconds(sum(seconds.values()))
     print_line(
-        f"{len(pending)} stages to run, {finished} finished; about {total} in one process, extrapolated from one batch"
+        f"{counted(len(pending), 'stage')} to run, {finished} finished; "
+        f"about {total} in one process, extrapolated from one batch"
     )
 
 
@@ -317,7 +319,7 @@ def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool)
                   f"{forecast.hours:.1f}")  # fmt: skip
     out.print(table)
     largest = f"matrices of up to {forecast.largest_side}×{forecast.largest_side}"
-    shapes = f"{forecast.parameters:,} trained weights in {forecast.blocks} blocks, {largest}"
+    shapes = f"{forecast.parameters:,} trained weights in {counted(forecast.blocks, 'block')}, {largest}"
     print_line(f"{forecast.model}: {shapes}, {forecast.forward_flops / 1e9:.2f} GFLOP per example")
     assumption = f"the times assume {EFFICIENCY:.0%} of the GPU's published speed"
     print_line(f"all stages were checked without weights or data; {assumption}")
@@ -374,7 +376,7 @@ def report(
         print_json(result)
     elif show:
         size = human_bytes(page.stat().st_size)
-        print_line(f"wrote {page}: {size}, with {len(files)} figures; the numbers are in {numbers}")
+        print_line(f"wrote {page}: {size}, with {counted(len(files), 'figure')}; the numbers are in {numbers}")
         _print_open(page)
 
 

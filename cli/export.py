@@ -19,6 +19,7 @@ from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes
 
 from .console import (
+    counted,
     loading,
     name_cell,
     out,
@@ -186,7 +187,7 @@ def _export_factors(file: File, output: Path, dtype: FloatType, *, as_json: bool
         }
         print_json(result)
     elif show:
-        blocks = f"{len(curvature.blocks)} blocks, dense, {dtype}"
+        blocks = f"{counted(len(curvature.blocks), 'block')}, dense, {dtype}"
         print_line(f"wrote {output}: {blocks}, {human_bytes(size)}, from {human_bytes(source.nbytes)}")
         print_line("next: open the file with safetensors.safe_open; its metadata() describes the layout", style="dim")
 
@@ -250,7 +251,8 @@ def _print_adapter(result: LoraExport) -> None:
         table.add_row(name_cell(matrix.parameter), matrix.method, str(matrix.rank), *cells)
     out.print(table)
     drift = f", {percent(result.metric_error)} in the metric of the bundle" if measured else ""
-    size = f"{len(result.matrices)} matrices of rank up to {result.rank}, {human_bytes(result.nbytes)}"
+    matrices = counted(len(result.matrices), "matrix", "matrices")
+    size = f"{matrices} of rank up to {result.rank}, {human_bytes(result.nbytes)}"
     print_line(f"wrote {result.path}: {size}; error {percent(result.error)}{drift}")
     if result.lost:
         share = f"{percent(sum(parameter.share for parameter in result.lost))} of the vector's squared norm"
@@ -302,7 +304,7 @@ def import_(
     layout: ImportLayout = typer.Argument(
         ...,
         metavar="mammoth",
-        help="Layout of the files. mammoth: files written by Mammoth, the framework of the authors of TAK.",
+        help="Layout of the files. mammoth: files written by Mammoth, the framework of the authors of the TAK paper.",
     ),
     source: str = typer.Argument(..., metavar="DIR|hf://OWNER/REPO/DIR", help="Folder with the files."),
     output: Path = output_option("FILE.kfac"),
@@ -398,7 +400,8 @@ def import_(
         }
         print_json(result)
     elif show:
-        size = f"{imported.blocks} blocks, {human_bytes(bundle.nbytes)}, from {imported.examples} examples"
+        blocks, examples = counted(imported.blocks, "block"), counted(imported.examples, "example")
+        size = f"{blocks}, {human_bytes(bundle.nbytes)}, from {examples}"
         print_line(f"wrote {output}: {imported.task} of {loaded_model.name}: {size}")
         for name, reason in imported.left_out:
             print_line(f"not imported: {name} ({reason})")

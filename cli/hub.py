@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.text import Text
 from typing_extensions import TypedDict
 
-from kfacpack.errors import KfacpackError, VerificationError, printable
+from kfacpack.errors import KfacpackError, VerificationError, abbreviate, printable
 from kfacpack.format.reference import Reference
 from kfacpack.format.units import human_bytes
 
@@ -220,7 +220,7 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
     target = f"{result.repository}{f'@{result.revision}' if result.revision else ''}"
     for file in result.files:
         action = "unchanged" if file.unchanged else "would upload" if dry_run else "uploaded"
-        tasks = f": {', '.join(file.item.tasks[:MAX_TASKS])}" if file.item.tasks else ""
+        tasks = f": {abbreviate(file.item.tasks, MAX_TASKS)}" if file.item.tasks else ""
         description = f"{file.item.kind} of {file.item.base.name}{tasks}"
         print_line(f"{action} {file.item.name}: {description}, {human_bytes(file.item.file.nbytes)}")
     if dry_run:
@@ -346,7 +346,8 @@ def search(
         print_json(result)
         return
     if not repositories:
-        print_line("no repositories match all filters; try fewer filters")
+        filtered = base_model or task or author
+        print_line("no repositories match all filters; try fewer filters" if filtered else "no repositories found")
         return
     table = plain_table("file", "base model", "tasks", numbers=("size",))
     for repository in repositories:

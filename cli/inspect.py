@@ -283,8 +283,8 @@ def _print_parameters(parameters: Sequence[VectorParameterOutput]) -> None:
     table = plain_table("parameter", "shape", "form", numbers=("bytes", *(("norm",) if with_norm else ())))
     for parameter in parameters[:MAX_BLOCKS]:
         form = f"factors of rank {parameter['rank']}" if parameter["rank"] else parameter["form"]
-        form += f", remainder of {parameter['remainder']:,}" if parameter["remainder"] else ""
-        form += f", {parameter['entries']:,} elements" if parameter["entries"] else ""
+        form += f", elements with a remainder: {parameter['remainder']:,}" if parameter["remainder"] else ""
+        form += f", elements: {parameter['entries']:,}" if parameter["entries"] else ""
         shape = "×".join(map(str, parameter["shape"])) or "scalar"
         norm = [] if parameter["norm"] is None else [f"{parameter['norm']:.3g}"]
         table.add_row(Text(parameter["name"], overflow="fold"), shape, form, human_bytes(parameter["bytes"]), *norm)
@@ -305,7 +305,7 @@ def _print_solved_blocks(method: MethodEntry) -> None:
 
 def _print_omitted(count: int, kind: str) -> None:
     if (more := count - MAX_BLOCKS) > 0:
-        print_line(f"{more} more {kind}; --json lists all of them", style="dim")
+        print_line(f"{kind} not listed: {more}; --json lists all of them", style="dim")
 
 
 MAX_FAILURES = 5

@@ -84,7 +84,8 @@ def _drift(result: dict[str, Any]) -> Iterator[Table | Text]:
     if layers:
         low, median, high = (_format_ratio(layers[int(share * (len(layers) - 1))]) for share in (0.05, 0.5, 0.95))
         ratios = f"median {median}, 90% of them between {low} and {high}"
-        yield Text(f"ratios of {len(layers):,} single layers: {ratios}", style="dim")
+        plural = "" if len(layers) == 1 else "s"
+        yield Text(f"ratios of {len(layers):,} single layer{plural}: {ratios}", style="dim")
 
 
 def _ratio(entry: dict[str, float]) -> float:
@@ -117,10 +118,9 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
     yield table
     for block in result["blocks"][:TOP_BLOCKS]:
         yield Text(f"{block['share']:6.1%}  {printable(block['block'])}")
-    yield Text(
-        f"blocks with the largest shares of the drift on other tasks; --json lists all {len(result['blocks'])} blocks",
-        style="dim",
-    )
+    if result["blocks"]:
+        more = f"; --json lists all {len(result['blocks'])} blocks" if len(result["blocks"]) > TOP_BLOCKS else ""
+        yield Text(f"blocks with the largest shares of the drift on other tasks{more}", style="dim")
     yield from _ranked_pairs(result)
 
 
@@ -395,6 +395,8 @@ def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvatu
                 problem = "expected a bundle of one task or a merged bundle, got a bundle that does not name its task"
             raise KfacpackError(f"{file}: {problem}")
         name = curvature.about.source.task if curvature.about.source else Path(locate(file).name).stem
+        if curvature.about.source is None and name in curvatures:
+            raise KfacpackError(f"{file}: there is already a bundle named {printable(name)!r}; rename one of the files")
         _require_new_task(curvatures, name, file)
         curvatures[name] = curvature
     return curvatures

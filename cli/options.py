@@ -142,8 +142,8 @@ DATA_FOLDER = option(
     None,
     "--data",
     metavar="DIR|hf://…",
-    help="Data of the task: a folder of Parquet files, a folder with one subfolder of images per class, or "
-    "hf://datasets/OWNER/REPO[@REVISION][/CONFIG].",
+    help="Data of the task: a folder of Parquet or JSON Lines files, a folder with one subfolder of images per class, "
+    "or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].",
 )
 COLUMNS = option(
     DATA_PANEL,

@@ -14,7 +14,7 @@ from typing_extensions import NotRequired, TypedDict
 from kfacpack.errors import KfacpackError
 from kfacpack.format.writer import write_atomically
 
-from .console import key_value_table, out, plain_table, print_json, print_line
+from .console import counted, key_value_table, out, plain_table, print_json, print_line
 from .options import AS_JSON, COLUMNS, DATA_FOLDER, DATA_PANEL, RUN_PANEL, check_output, option
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class TaskOutput(TypedDict):
 
     name: str
     classes: list[str] | None
-    """Names of the classes; null if they are not known before the data is read."""
+    """Names of the classes; null if the data has no class labels."""
     templates: list[str]
     """Prompts, with {} in place of the class name."""
     splits: dict[str, int]
@@ -144,7 +144,7 @@ def tasks(
         print_json(result)
     elif counts:
         left_out = f"; classes left out: {counts['left_out']}" if counts["left_out"] else ""
-        print_line(f"wrote {sheet}: {counts['classes']} classes{left_out}")
+        print_line(f"wrote {sheet}: {counted(counts['classes'], 'class', 'classes')}{left_out}")
     else:
         out.print(key_value_table(_rows(task)))
 
@@ -243,7 +243,7 @@ def _published_rows(task: PublishedTask) -> Iterator[tuple[str, str]]:
 def _rows(task: Task) -> Iterator[tuple[str, str]]:
     yield "task", task.name
     if task.classes is not None:
-        yield f"{len(task.classes)} classes", ", ".join(task.classes)
+        yield counted(len(task.classes), "class", "classes"), ", ".join(task.classes)
     yield from _templates(task.templates)
     yield "examples", _sizes(task.sizes)
     yield "source", task.source

@@ -17,6 +17,7 @@ from kfacpack.models.prompts import PromptStyle
 from kfacpack.training.penalty_weights import STRENGTH, STRENGTH_KL, STRENGTH_ON_DATA, PenaltyPrecision, Preset
 
 from .console import (
+    counted,
     examples_bar,
     loading,
     print_json,
@@ -381,9 +382,8 @@ def _run(
         }
         print_json(result)
     elif show:
-        size = f"{len(vector)} parameters, {human_bytes(output.stat().st_size)}"
-        steps = f"{trainer.steps} step{'s' if trainer.steps != 1 else ''}"
-        print_line(f"wrote {output}: {size}, after {steps} in {human_seconds(seconds)}")
+        size = f"{counted(len(vector), 'parameter')}, {human_bytes(output.stat().st_size)}"
+        print_line(f"wrote {output}: {size}, after {counted(trainer.steps, 'step')} in {human_seconds(seconds)}")
         if protected := _protected_tasks(trainer):
             print_line(f"protected tasks: {', '.join(protected)}")
         if last:

@@ -24,7 +24,7 @@ from .add import (
     method_output,
     write,
 )
-from .console import loading, print_json, print_line, print_next, show_note, steps_bar
+from .console import counted, loading, print_json, print_line, print_next, show_note, steps_bar
 from .options import (
     AS_JSON,
     DATA_PANEL,
@@ -165,8 +165,8 @@ def _result(tau: TaskVector, output: Path, seconds: float, notes: list[str]) -> 
 def _summary(result: ExtractOutput) -> str:
     ranks = ", ".join(map(str, result["ranks"]))
     parts = [
-        f"{result['dense']} parameters changed" if result["dense"] else "",
-        f"{result['factored']} parameters changed by factors of rank {ranks}" if result["factored"] else "",
+        f"{counted(result['dense'], 'parameter')} changed" if result["dense"] else "",
+        f"{counted(result['factored'], 'parameter')} changed by factors of rank {ranks}" if result["factored"] else "",
         f"{result['unchanged']} unchanged" if result["unchanged"] else "",
     ]
     return ", ".join(filter(None, parts))
@@ -185,7 +185,7 @@ class NegateOutput(VectorOutput):
     """Output of `kfacpack negate --json`."""
 
     alpha: float
-    """Factor α by which the negated vector is multiplied; the result is −α τ."""
+    """Factor α of the result −α τ."""
 
 
 class RefineOutput(VectorOutput, MethodOutput):
@@ -215,8 +215,8 @@ def refine(
 ) -> None:
     """Reduce the effect of a task vector on other tasks, so that it can be added to the vectors of those tasks.
 
-    The result has little effect on the outputs of the other tasks. On its own task, its effect stays as close as
-    possible to the effect of the original vector. Neither data nor training is needed.
+    The result hardly changes the model's outputs on the other tasks. On the vector's own task, its effect stays as
+    close as possible to the effect of the original vector. Neither data nor training is needed.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import refine as refine_vector

@@ -192,7 +192,7 @@ def make_torchvision_importable() -> None:
     """Imports torchvision if it is installed, even if it is a CUDA build and torch is CPU-only.
 
     PyPI's torchvision is a CUDA build, whose C extension cannot be loaded with a CPU-only torch. torchvision ignores
-    this error, but then fails to register fake implementations for two operators of the extension. This function
+    the loading error, but then fails to register fake implementations for two operators of the extension. This function
     declares the two operators. open_clip, timm and transformers import torchvision for its image transforms, which do
     not use these operators.
 
@@ -228,7 +228,8 @@ def silence_logging() -> Iterator[None]:
         None.
     """
     root, level = logging.getLogger(), logging.root.manager.disable
-    # logging.warning() permanently adds a printing handler to a root logger without handlers, even while disabled.
+    # logging.warning() permanently adds a printing handler to a root logger without handlers, even while
+    # logging is disabled.
     handler = logging.NullHandler()
     root.addHandler(handler)
     logging.disable(logging.ERROR)

@@ -249,7 +249,7 @@ def missing_jvp_parts() -> tuple[str, ...]:
 autocast_disabled: Any = _lookup("torch._C._DisableAutocast")
 """Context manager that disables autocast.
 
-This is an alias of `torch._C._DisableAutocast`. A wrapper would cost time, because it is entered for every operation.
+This is an alias of `torch._C._DisableAutocast`, because a wrapper around it would slow down every operation.
 Unlike `torch.autocast(enabled=False)`, it also works below autograd's dispatch key. Known to work with torch 2.13.
 """
 

@@ -144,7 +144,7 @@ def first_line(message: object) -> str:
         message: An exception, or an error message as a string.
 
     Returns:
-        The line without its final period, or the name of the type of `message` if there is no such line.
+        The line without a final period or colon, or the name of the type of `message` if there is no such line.
     """
     lines = [line.strip().rstrip(".:") for line in str(message).splitlines()]
     # The first line of torch's message about a state dict only names the class of the module.

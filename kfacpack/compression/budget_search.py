@@ -5,17 +5,18 @@ jointly. The same is true of the matrices A. In the curvature of a single task, 
 *option* is the result of one codec for a group. `Candidates` contains the sizes and errors of all options, and
 `BudgetSearch` chooses one option for each group.
 
-Let G' be the compressed curvature. The error of `quadratic` depends on the distribution of task vectors:
+Let G be the curvature and G' the compressed curvature. The error of `quadratic` depends on the distribution of task
+vectors:
 
 - Random task vectors, τ ~ N(0, I): E[(τᵀ (G − G') τ)²] = 2 ‖G − G'‖² + (tr(G − G'))². Low-rank codecs have large
   errors here: the eigenvalues that they drop are not negative, so the lost traces of the blocks add up.
 - Task vectors along the curvature, as training produces them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Block
   codecs have large errors here, because they drop the large part of G that is outside the diagonal blocks.
 
-The search compares each choice with the use of a single codec for all matrices, and prefers choices that satisfy two
-conditions. The error on random τ must be smaller, by a margin, than the error of every single codec. The error along
-the curvature must not exceed the error of any single codec. Among the choices that satisfy both conditions, the choice
-with the smallest product of the two errors is taken.
+A *single-codec choice* uses the same codec for all matrices. The search compares each choice with all single-codec
+choices, and prefers choices that satisfy two conditions. The error on random τ must be smaller, by a margin, than that
+of every single-codec choice. The error along the curvature must not exceed that of any single-codec choice. Among the
+choices that satisfy both conditions, the choice with the smallest product of the two errors is taken.
 
 To find choices, the search minimises, for several relative weights κ,
 
@@ -30,7 +31,7 @@ the current value μ of the trace. With a price λ per byte, the contribution of
 The options for B and A of a block are chosen jointly, because the error of a block depends on both. The smallest λ for
 which the result fits into the budget is found by bisection. After each bisection, μ is updated. Then the options of
 individual blocks are changed to use the remaining bytes. The conditions above decide between the results for all κ and
-the single codecs.
+the single-codec choices.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ CANDIDATES = tuple(
         ),
     )
 )
-"""Codecs that are tried in addition to no compression. Structural codecs in float32 are not included, because keeping
-twice as many values in two bytes each takes the same space and has a smaller error."""
+"""Codecs that are tried, besides leaving the matrices unchanged. Structural codecs in float32 are not included, because
+keeping twice as many values in two bytes each takes the same space and has a smaller error."""
 
 
 class ShapeOnly(MatrixTensors):
@@ -240,7 +241,7 @@ OptionIndices = tuple[int, ...]
 """Index of the chosen option for each group."""
 
 MARGIN = 0.8
-"""If possible, the error of a choice on random τ is at most this fraction of the smallest error of any single codec."""
+"""If possible, the error of a choice on random τ is at most this fraction of that of every single-codec choice."""
 _RATES = tuple(float(rate) for rate in np.logspace(-9, 3, 13))
 """Values of κ that are tried."""
 _ROUNDS, _PRICES, _SWEEPS = 4, 24, 6
@@ -298,7 +299,7 @@ class BudgetSearch:
             single: Choices that use one codec for all matrices. They are considered regardless of their size.
 
         Returns:
-            The best choice, or None if even the smallest option for every group exceeds the limit.
+            The best choice, or None if the limit is exceeded even with the smallest option of every group.
         """
         if self.total(self.smallest()).nbytes > limit:
             return None

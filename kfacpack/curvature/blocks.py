@@ -493,6 +493,6 @@ class CurvatureBlock:
         return (delta * self._apply(delta)).sum()
 
     def _apply(self, delta: Tensor) -> Tensor:
-        # The penalty is computed in at least float32, even inside a mixed-precision training step.
+        # The product is computed in at least float32, even inside a mixed-precision training step.
         with torch.autocast(delta.device.type, enabled=False):
             return self.structure.apply(delta)

@@ -203,7 +203,7 @@ class Curvature(PretrainedMixin):
 
     def __repr__(self) -> str:
         task = f" on {self.about.source.task}" if self.about.source else ""
-        size = f"{len(self.blocks)} blocks, {len(self.parameters)} parameters, {self.nbytes} bytes"
+        size = f"blocks={len(self.blocks)}, parameters={len(self.parameters)}, nbytes={self.nbytes}"
         return f"<Curvature of {self.about.base.name}{task}: {size}>"
 
     @property
@@ -312,7 +312,7 @@ class Curvature(PretrainedMixin):
                 into several files, which are written to the same folder as this index.
             pack: Whether dense symmetric matrices are stored as lower triangles.
             max_shard_size: Maximum size of each file of a divided bundle, such as `"2GB"`. Defaults to 5 GB. A file may
-                exceed this size if it contains a single block, or several blocks that share a matrix.
+                exceed this size if it contains a single block, or several blocks that share a matrix or a parameter.
             on_progress: Called with the number of matrices written and the total number.
 
         Raises:

@@ -1,7 +1,7 @@
 """Saves a curvature as a bundle in one or several files, or as a plain safetensors file for use without kfacpack.
 
-The matrices of a bundle are packed, checked, hashed and written a few rows at a time. The metadata of a plain file
-explains how to use its tensors.
+The matrices of a bundle are packed, checked, hashed and written in chunks. The metadata of a plain file explains how to
+use its tensors.
 """
 
 from __future__ import annotations
@@ -313,6 +313,12 @@ INSTRUCTIONS = (
     "The penalty is the sum of (dW * G dW).sum() over the blocks. Its gradient with respect to dW is 2 G dW."
 )
 """Value of the metadata key "how" in an exported file."""
+_WIDER = {
+    "float16": "Use bfloat16 or float32. ",
+    "bfloat16": "Use float32. ",
+    "float32": "Use float64. ",
+}
+"""Remedies for values that are out of range, by the dtype for which they are out of range."""
 
 
 def export(
@@ -367,8 +373,8 @@ def export(
             on_progress(number, len(matrices))
             for part in matrix.plain(compute_type).to(number_type).reshape(-1).split(2**22):
                 if not bool(torch.stack(part.aminmax()).isfinite().all()):
-                    remedy = "Use bfloat16 or float32. Nothing was written"
-                    raise KfacpackError(f"matrix {name!r} contains values out of range for {dtype}. {remedy}")
+                    problem = f"contains NaN, Inf or values out of range for {dtype}"
+                    raise KfacpackError(f"matrix {name!r} {problem}. {_WIDER.get(dtype, '')}Nothing was written")
                 write(name, raw_bytes(part))
         on_progress(len(matrices), len(matrices))
 

@@ -75,7 +75,7 @@ def verify(
     if model is not None:
         checks.append(check_model(bundle, _weights(model), on_progress))
     if intact:
-        # Imported here because this module imports torch, which takes time and is not needed for a damaged file.
+        # Imported here to avoid importing torch for a damaged file, for which it is not needed.
         from kfacpack.curvature.curvature import check_form, check_psd
 
         checks.append(check_form(bundle, on_progress))

@@ -4,10 +4,10 @@ The functions process N images at a time. A field is a float32 array of shape (N
 to 1 across an image; x points right and y points down. A coverage is a field with values from 0 (background) to 1
 (ink).
 
-The functions use only +, -, *, /, sqrt, floor and comparisons, element by element. Unlike sines, sums over arrays and
-font rasterisers, these operations give the same bits on every machine. Glyph outlines come from matplotlib's fonts:
-fontTools reads them as integers, and this module fills them. FreeType is not used, because its results differ between
-versions.
+On floats, the functions use only +, -, *, /, sqrt, rounding and comparisons, element by element. Unlike sines, sums
+over arrays and font rasterisers, these operations give the same bits on every machine. Glyph outlines come from
+matplotlib's fonts: fontTools reads them as integers, and this module fills them. FreeType is not used, because its
+results differ between versions.
 """
 
 from __future__ import annotations

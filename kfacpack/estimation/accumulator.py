@@ -83,9 +83,9 @@ class CurvatureAccumulator:
         parameters: Selected parameters, by name.
         probes: Directions in which f is differentiated.
         settings: Dtype, device and other settings of the sums.
-        reference: Index of an example, and the expected f for this example, (C,). If a batch begins with this example,
-            the f computed for the example is compared with the expected f. This checks that the examples in a batch do
-            not influence each other.
+        reference: Index of an example, and the expected first row of f for this example, (C,). If a batch begins with
+            this example, the first row of f for the batch is compared with the expected row. This checks that the
+            examples in a batch do not influence each other.
         split_inputs: Whether all inputs have one entry per example along their first dimension. If so, the number of
             examples in the inputs is compared with the number of rows of f.
 
@@ -270,7 +270,7 @@ class CurvatureAccumulator:
                 else:
                     deferred.append((collector, steps, g))
 
-        if sinks:  # there are none in a segment that f does not depend on
+        if sinks:  # empty if there are no blocks and no gradient with respect to inputs is needed
             backward_to_nodes(f, probe.to(f), collectors, sinks, visit, retain=retain)
         with torch.no_grad():
             for collector, steps, g in deferred:

@@ -60,7 +60,7 @@ class UsagePath:
 
     ends: frozenset[tuple[str, int]]
     """Pairs of a name and a slot (index of an input) that identify the operation. A matrix product has several pairs,
-    because torch chooses the operation according to the memory layout of the rows."""
+    because torch chooses the operation according to the memory layout of the inputs."""
     length: int | None
     """Number of steps; None if the number depends on the memory layout."""
     parts: tuple[int, ...]
@@ -170,7 +170,7 @@ class AutogradGraph:
         return matches[0] if len(matches) == 1 and len(paths) == path.count else None
 
     def source(self, node: Node, slot: int, through: Collection[str]) -> Node | None:
-        """Returns the operation that computed an input, skipping operations whose names are in `through`.
+        """Returns the operation that computed input `slot` of `node`, skipping operations whose names are in `through`.
 
         Returns:
             The operation; None if no operation computed the input, or if the result of this operation or of a skipped

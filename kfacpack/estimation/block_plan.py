@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kfacpack._torch import VIEW_OPERATIONS, operation_name, product_scales
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, abbreviate
 from kfacpack.estimation.autograd_graph import (
     GraphSteps,
     UsagePath,
@@ -92,7 +92,8 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
         parameter: The parameter.
 
     Raises:
-        KfacpackError: If the parameter is used in a computation whose result all examples share.
+        KfacpackError: If the parameter is used in a computation whose result all examples share, or in an operation
+            whose result consists of several tensors.
     """
     usages = []
     for steps in trace.graph.paths(parameter, lambda steps: trace.layout(steps[-1].node) is not None):
@@ -101,7 +102,8 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
         if layout is None and node in trace.gradients:
             layout = trace.layout_of_zero(trace.gradients[node])
         if layout is None:
-            problem = f"the result of {operation_name(node)!r}, which uses the parameter, is shared by all examples"
+            reason = "is shared by all examples or consists of several tensors"
+            problem = f"the result of {operation_name(node)!r}, which uses the parameter, {reason}"
             raise KfacpackError(f"the curvature of parameter {name!r} cannot be estimated: {problem}. {_EXCLUDE_HINT}")
         usages.append(ParamUsage(name, parameter, steps, operation_of(steps[-1]), layout))
     return usages
@@ -109,7 +111,7 @@ def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsag
 
 def unsupported_usage(name: str, usages: list[ParamUsage]) -> str:
     """Returns the error message for a parameter that is used several times in an unsupported way."""
-    operations = ", ".join(operation_name(usage.node) for usage in usages[:8])
+    operations = abbreviate((operation_name(usage.node) for usage in usages), 8)
     return f"parameter {name!r} is used {len(usages)} times (by {operations}), which is not supported. {_EXCLUDE_HINT}"
 
 
@@ -374,7 +376,7 @@ def _kronecker_blocks(
 def _layout_of_rows(trace: ModelTrace, name: str, gradients: tuple[Tensor, ...]) -> ExampleLayout:
     layout = trace.layout_of(gradients) or trace.layout_of_zero(gradients)
     if layout is None:
-        problem = "the examples cannot be told apart in the output gradient of the operation that uses it"
+        problem = "the examples cannot be told apart in the output gradient of the operation that uses the parameter"
         raise KfacpackError(f"the curvature of parameter {name!r} cannot be estimated: {problem}. {_EXCLUDE_HINT}")
     return layout
 

@@ -161,6 +161,7 @@ class KroneckerCollector(Collector):
         """Adds Σ g gᵀ to the sum for B and, in the first pass over a batch, Σ a aᵀ to the sum for A.
 
         Both sums are over positions. At each position, a is the input and g is the output gradient of the operation.
+        With KFAC-reduce, both sums are over examples, where a is the mean input and g is the sum of the gradients.
         """
         node, layout, examples = steps[-1].node, self.planned.layout, backward_pass.examples
         operation = matrix_operation_of(steps[-1])

@@ -50,7 +50,7 @@ def process_group(device: torch.device) -> Iterator[None]:
         device: Device of this process. NCCL is used for CUDA devices, and Gloo for all other devices.
 
     Raises:
-        KfacpackError: If the other processes cannot be reached.
+        KfacpackError: If the other processes cannot be reached, or an environment variable of the launcher is missing.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or _is_distributed():
         yield
@@ -60,8 +60,8 @@ def process_group(device: torch.device) -> Iterator[None]:
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:  # ValueError: a variable of the launcher is missing
-        problem = f"rank {os.environ.get('RANK')}: cannot reach the other processes: {first_line(error)}"
-        remedy = "Check the address and port that were passed to torchrun (--rdzv-endpoint) on every machine"
+        problem = f"rank {os.environ.get('RANK', 'unknown')}: cannot reach the other processes: {first_line(error)}"
+        remedy = "Start all processes with torchrun, with the same address and port (--rdzv-endpoint) on every machine"
         raise KfacpackError(f"{problem}. {remedy}") from error
     try:
         yield

@@ -264,7 +264,7 @@ def finish_curvature(
 
 
 def _with_loss(block: CurvatureBlock, options: EstimateOptions) -> CurvatureBlock:
-    """Returns the block. Its approximation error is marked as unknown if only part of a factor was computed."""
+    """Returns the block, with its approximation error marked as unknown if only part of a factor was computed."""
     if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
         return replace(block, losses=(Loss(step=str(options.chain.structure or BlockCodec(WIDE_BLOCKS))),))
     return block
@@ -283,7 +283,7 @@ def compress_result(curvature: Curvature, options: EstimateOptions) -> tuple[Cur
 
 
 def with_unknown_loss(curvature: Curvature, options: EstimateOptions) -> Curvature:
-    """Returns the curvature. Its approximation error is marked as unknown if 'block:K' is among the codecs."""
+    """Returns the curvature, with its approximation error marked as unknown if 'block:K' is among the codecs."""
     if options.diagonal_blocks <= 1:
         return curvature
     unknown = (Loss(step=str(options.chain)),)

@@ -51,7 +51,7 @@ class Forecast:
     bytes: int
     """Size of the bundle's tensors in bytes."""
     seconds: float
-    """Expected time of the estimate in seconds: the time for one batch, times the number of batches."""
+    """Expected time of the estimate in seconds, extrapolated from one batch."""
     peak_memory: int
     """Expected peak memory in bytes: the weights and the sums, plus either the activations of a batch or the matrices
     that are computed from the sums, whichever is larger."""
@@ -169,7 +169,7 @@ class _Segment:
     sums: int
     """Size of the sums in bytes."""
     peak: int
-    """Peak memory in bytes while the segment is computed or written, excluding weights outside the layers."""
+    """Peak memory in bytes while the segment is computed or written, excluding all weights."""
     flops: int = 0
     """Number of floating-point operations in the forward pass for one batch."""
     sum_flops: int = 0

@@ -1,10 +1,10 @@
 """Options of an estimate, and the probes that they select.
 
 Probes are random directions s in which f is differentiated, with one backward pass per probe. With the metric `l2`,
-E[s sᵀ] = I. With `kl`, s = Wᵀ (e_y - p), where W is the output layer of a language model, p = softmax(W f) and y is
-drawn from p, so that E[s sᵀ] = Wᵀ (diag p - p pᵀ) W. The random numbers for an example depend only on the seed and on
-the index of the example. They do not depend on the batch size, the number of processes, or the batch at which an
-interrupted run was resumed.
+E[s sᵀ] = I. With `kl`, s = Wᵀ (e_y - p), where W is the output layer of a language model, p = softmax(W f), y is drawn
+from p, and e_y is the one-hot vector of y, so that E[s sᵀ] = Wᵀ (diag p - p pᵀ) W. The random numbers for an example
+depend only on the seed and on the index of the example. They do not depend on the batch size, the number of processes,
+or the batch at which an interrupted run was resumed.
 
 The probes for different rows of f are independent, so the expected product of the probes for two rows is zero, and one
 backward pass is sufficient for all rows of an example. Exact directions are not random and need separate passes for
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kfacpack.compression.codecs import BlockCodec, CodecChain
+from kfacpack.compression.codecs import BlockCodec, CodecChain, HalfCodec
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.collectors import CollectorSettings
 from kfacpack.format.manifest import (
@@ -207,7 +207,7 @@ class EstimateOptions:
             raise KfacpackError(f"sharing {self.sharing!r}: expected 'expand' or 'reduce'")
         if self.structure not in ("kronecker", "diagonal"):
             raise KfacpackError(f"structure {self.structure!r}: expected 'kronecker' or 'diagonal'")
-        if self.structure == "diagonal" and chain.structure:
+        if self.structure == "diagonal" and not all(isinstance(step, HalfCodec) for step in chain.steps):
             problem = "the structure 'diagonal' can only be compressed with fp16 or bf16"
             raise KfacpackError(f"compress {self.compress!r}: {problem}")
         if self.metric not in ("l2", "kl"):

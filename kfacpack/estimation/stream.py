@@ -4,8 +4,8 @@ A model is divided into segments: its stem, its layers and its head (`kfacpack.m
 all batches stores the inputs of every layer. A backward pass then goes from the head to the stem. Each segment is
 recomputed from its stored inputs, its factors are accumulated from the gradients with respect to its output, and the
 gradients with respect to its inputs are stored for the segment before it. Then its factors are written. At any time,
-only one segment and one batch are in memory. The probes, the order of summation and the result are the same as for an
-ordinary estimate.
+only the factors of one segment and the activations of one batch are in memory. The probes, the order of summation and
+the result are the same as for an ordinary estimate.
 
 The intermediate files are kept in a folder beside the output until the run is complete, so that an interrupted run can
 be resumed at the segment where it stopped.

@@ -229,7 +229,8 @@ class ModelTrace:
     zero_gradients: int = 0
     """Number of operations whose layout is unknown because their gradients are zero for the traced example."""
     input_gradient: Tensor | None = None
-    """Gradient with respect to the inputs of a model segment; None if the trace does not start at such inputs."""
+    """Gradient with respect to the inputs of a model segment; None if there are no such inputs, or if the output
+    does not depend on them."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
 
     def layout(self, node: Node) -> ExampleLayout | None:
@@ -252,7 +253,7 @@ class ModelTrace:
         """Returns a possible layout if all gradients are zero up to rounding; otherwise, returns None.
 
         For example, the gradients of queries and keys are zero in attention over a single position. f does not depend
-        on such elements, so it does not matter to which example they are assigned.
+        on elements with zero gradients, so it does not matter to which example these elements are assigned.
         """
         if any(gradient.abs().amax() > self._noise for gradient in gradients):
             return None
@@ -283,7 +284,7 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
             if the batch has a single example and cannot be split.
     """
     precision = rounding_unit(parameters)
-    with reentrant_checkpoints_refused(f"{WITHOUT_CHECKPOINTS}. kp.linearize accepts use_reentrant=False"):
+    with reentrant_checkpoints_refused(f"{WITHOUT_CHECKPOINTS}. use_reentrant=False is supported only by kp.linearize"):
         f, rows = _forward_twice(forward, batch, example, precision)
     twice = rows is not None
     counts = rows or rows_per_example(batch) or [1] * len(f)

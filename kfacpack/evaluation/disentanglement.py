@@ -11,7 +11,7 @@ Localisation is measured by the squared change in f on each example x, â€–J(x) Ï
 the probability that this value is larger for an example of the vector's own task than for an example of another task,
 where a tie counts as one half. If the AUROC is 1, the value identifies the examples of the vector's task.
 
-Notation: N is the number of examples, K the number of classes, C the width of f.
+Notation: N is the number of examples, V the number of vectors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def disentanglement(
     """Computes the disentanglement error of two vectors over a grid of coefficients.
 
     In the linear regime, each example is processed once for the whole grid. In other regimes, or if the head of a task
-    scores class names that consist of several tokens, each example is processed once per pair of coefficients.
+    scores answers that consist of several tokens, each example is processed once per pair of coefficients.
 
     Args:
         model: The base model.
@@ -169,7 +169,7 @@ def _head(model: Model, evaluation_set: EvaluationSet, vector: TaskVector, heads
     task = evaluation_set.task
     if task.name not in vector.tasks:
         own = printable(", ".join(vector.tasks))
-        raise KfacpackError(f"expected examples of the vector's task ({own}), got {printable(task.name)}")
+        raise KfacpackError(f"expected examples of a task of the vector ({own}), got {printable(task.name)}")
     head = heads.get(task.name) or head_of(model, task, vector)
     require_classes(task)
     require_matching_classes(head, task)

@@ -252,7 +252,7 @@ def outputs_of(
 
 
 def require_compatible_vectors(vectors: Sequence[TaskVector]) -> None:
-    """Checks that there is at least one vector, and that the vectors can be added; see `check_addable`.
+    """Checks that there is at least one vector, and that the vectors can be added; see `vectors.sums.check_addable`.
 
     Raises:
         KfacpackError: If there are no vectors, or if their base models, regimes or functions f differ.

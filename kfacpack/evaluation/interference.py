@@ -52,7 +52,7 @@ class InterferencePair(TypedDict):
     aligned: float
     """Predicted drift if all blocks change f in the same direction: (Σ √q)², where q is the drift of one block."""
     relative: float | None
-    """Predicted drift divided by the vector's predicted drift on its own task; null if this drift is unknown or 0."""
+    """Predicted drift divided by the vector's predicted drift on its own task; null if the latter is unknown or 0."""
     measured: float | None
     """Drift measured on examples of the task; null if there are no examples."""
     blocks: dict[str, float]
@@ -67,7 +67,7 @@ class InterferenceTask(TypedDict):
     tasks: list[str]
     """Tasks that the bundle contains."""
     own: float | None
-    """Predicted drift of the task's own vector; null if this vector was not passed, or if the bundle is merged."""
+    """Predicted drift of the task's own vector; null if this vector was not passed, or the bundle has other tasks."""
     others: float
     """Sum of the drifts that the vectors of other tasks are predicted to cause on this task."""
     relative: float | None

@@ -82,9 +82,9 @@ def sweep(
 def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme: str = "light") -> Figure:
     """Draws the disentanglement error ξ(α₁, α₂) of two vectors as a heat map.
 
-    ξ is the fraction of a task's examples whose predictions change when the vector of the other task is added, summed
-    over the two tasks. A circle marks the smallest ξ among the points where both α are nonzero. A square marks the
-    point where both α are 1 or, if `alphas` does not contain 1, nearest to 1.
+    ξ is the sum of two fractions, one for each task: the fraction of the task's examples whose predictions change when
+    the vector of the other task is added. A circle marks the smallest ξ among the points where both α are nonzero. A
+    square marks the point where both α are 1 or, if `alphas` does not contain 1, nearest to 1.
 
     Args:
         data: `{"tasks": (first, second), "alphas": […], "xi": [[…], …]}`. The rows of "xi" correspond to the α of the
@@ -163,8 +163,9 @@ def _percent(share: float) -> str:
 def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     """Draws how much each task vector changes the output f of the model, on its own task and on other tasks.
 
-    Each row shows the 5, 25, 50, 75 and 95 % quantiles of ‖Δf‖² over examples. Δf is J τ if the vector τ was trained in
-    the linearised model, and f(θ₀ + τ) − f(θ₀) otherwise. The AUROC of the vector is written beside its row.
+    Each row shows the 5, 25, 50, 75 and 95 % quantiles of ‖Δf‖² over examples. If the vector τ was trained in the
+    linearised model, Δf is J τ, where J is the Jacobian of f at the base weights θ₀. Otherwise, Δf is equal to
+    f(θ₀ + τ) − f(θ₀). The AUROC of the vector is written beside its row.
 
     Args:
         data: `{"vectors": {task: {"on": …, "off": …, "auroc": …}}}`, where "on" contains the quantiles on the vector's

@@ -56,7 +56,7 @@ class BaseAccuracyStage(MeasurementStage):
 
 @dataclass(frozen=True, eq=False)
 class SweepStage(MeasurementStage):
-    """Measures the accuracy on one task after adding α times a task vector to the model, for several values of α."""
+    """Measures the accuracy on one task after adding α times a task vector to the model, for one or more α."""
 
     kind: ClassVar[str] = "scores"
     purpose: ClassVar[str] = BaseAccuracyStage.purpose

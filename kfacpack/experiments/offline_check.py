@@ -52,7 +52,7 @@ _T5_SHAPES = {
     "google-t5/t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
 }
 _WORDS = 64
-"""Number of words in a stand-in text."""
+"""Total number of words in the texts of a stand-in example."""
 _IMAGE_SIZE = 256
 
 
@@ -156,7 +156,7 @@ def stand_in_task(name: str, data: str | None) -> Task:
 
 
 def _write_t5(folder: Path, shape: Mapping[str, Any]) -> None:
-    """Writes the config of a T5 model, and a tokenizer that maps all words except class names to `<unk>`."""
+    """Writes the config of a T5 model, and a tokenizer that maps all words except `class0` to `class7` to `<unk>`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, T5Config
 

@@ -154,7 +154,8 @@ class Plan(PlanSection):
         if evaluation.negation:
             control, instead = evaluation.negation.control, evaluation.negation.instead
             if control not in known:
-                references.append((("evaluation", "negation", "control"), control))
+                problem = f"unknown task {control!r}; expected a task or a reference of the plan: {', '.join(known)}"
+                return ("evaluation", "negation", "control"), problem
             if instead is not None:
                 references.append((("evaluation", "negation", "instead"), instead))
             if instead == control:

@@ -89,7 +89,7 @@ def scales_of(path: Path) -> list[str]:
         path: The YAML file.
 
     Raises:
-        KfacpackError: If the file cannot be read.
+        KfacpackError: If the file cannot be read, or is not a YAML file with valid `scales`.
     """
     return list(_scales(_content(_read(path), str(path)), str(path)))
 
@@ -245,12 +245,16 @@ _MESSAGES = {
 def _describe(key_path: KeyPath, error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
-        return _MESSAGES[kind]
+        return _MESSAGES[kind] if isinstance(key_path[-1], str) else "missing; this list entry is required"
     if kind == "extra_forbidden":
         return f"unknown key; expected one of: {', '.join(_expected_keys(key_path[:-1]))}"
     message = _MESSAGES.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "should")
+    if kind == "value_error":  # the message already states the value
+        return printable(message, max_length=1000)
     if kind == "too_short":
         message = f"too few entries; expected at least {context['min_length']}"
+    if kind == "too_long":
+        message = f"too many entries; expected at most {context['max_length']}"
     return printable(f"{message}, got {printable(repr(error.get('input')))[:80]}", max_length=1000)
 
 

@@ -79,7 +79,8 @@ class TaskSection(PlanSection):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if not re.fullmatch(r"[\w.@/+ -]+", name) or name.startswith((".", "/")) or ".." in name:
-            raise ValueError("expected letters, digits, spaces or -_.@/+, but neither `..` nor a leading dot or slash")
+            expected = "expected letters, digits, spaces or -_.@/+, but neither `..` nor a leading dot or slash"
+            raise ValueError(f"{expected}, got {name!r}")
         return name
 
 
@@ -159,7 +160,7 @@ class TrainingSection(PlanSection):
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] | None = None
     """Fraction of the weights that the regime `sparse` trains."""
     mask: Literal["data", "bundles"] = "data"
-    """How the regime `sparse` selects weights: with validation examples, or with the bundles of the other tasks."""
+    """How the regime `sparse` selects weights: with validation examples, or with the bundles of the protected tasks."""
 
     @property
     def key(self) -> dict[str, Any]:
@@ -197,7 +198,7 @@ class ArmSection(PlanSection):
     budget: Budget | None = None
     """Maximum size of each bundle of this arm, in the syntax of `kfacpack compress --budget`."""
     protects: Annotated[tuple[ShortText, ...], Field(min_length=1)] | None = None
-    """Tasks or references on which the drift is penalised. Defaults to all tasks except the trained one."""
+    """Tasks or references on which the drift is penalised. Defaults to all tasks except the vector's own task."""
     curvature: CurvatureSection = CurvatureSection()
     """Settings of this arm that override the plan's `curvature`."""
     training: TrainingSection = TrainingSection()
@@ -235,7 +236,7 @@ class ArmSection(PlanSection):
             raise ValueError(f"rank requires 'rule: optimal', got 'rule: {self.rule}'")
         if self.preset and self.strength is None:
             raise ValueError(
-                "preset requires strength; set it to the λ of the TAK paper for the model, such as 100 for ViT-B/32"
+                "preset requires strength; set strength to the λ in the TAK paper for the model, e.g. 100 for ViT-B/32"
             )
         if self.compress and self.budget:
             raise ValueError("expected either compress or budget, got both")
@@ -249,7 +250,7 @@ class MethodSection(PlanSection):
 
     name: ShortText
     label: Annotated[str, Field(max_length=60, pattern=r"^[\w+][\w.+=:,% -]*$")] = ""
-    """Name of the method in the results. Defaults to `name`, followed by the settings of the method."""
+    """Name of the method in the results. Defaults to `name`, followed by the settings and the codec in the plan."""
     compress: CodecSpec | None = None
     """Codec that compresses the bundles before the method uses them, in the syntax of `kfacpack compress`."""
 

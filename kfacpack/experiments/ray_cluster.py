@@ -154,7 +154,8 @@ def _require_same_keys(context: RunContext, keys: Mapping[str, Any], node: str) 
     for name, value, expected in pairs:
         if value != expected:
             problem = f"Ray node {node}: {name} is {value}, expected {expected} as on the machine that runs the command"
-            raise KfacpackError(f"{problem}. Install the same versions on all nodes, and copy the same files to them")
+            remedy = "All nodes must have the same versions, the same files and the same kind of device"
+            raise KfacpackError(f"{problem}. {remedy}")
 
 
 class RayWorker(StageWorker):
@@ -207,14 +208,15 @@ class RayWorker(StageWorker):
 def _summary(error: RayError) -> str:
     """Returns the first and the last line of an error message. The last line describes the cause of the error."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
-    return printable(" … ".join(dict.fromkeys([lines[0], lines[-1]]))) if lines else type(error).__name__
+    separator = " … " if len(lines) > 2 else " "
+    return printable(separator.join(dict.fromkeys([lines[0], lines[-1]]))) if lines else type(error).__name__
 
 
 def _connect(address: str) -> None:
     """Connects this process to the cluster at an address; see `RayPool`.
 
     Raises:
-        KfacpackError: If there is no cluster at this address.
+        KfacpackError: If there is no cluster at this address, or a cluster cannot be started.
     """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or address
@@ -228,7 +230,8 @@ def _connect(address: str) -> None:
         if address == "auto" and isinstance(error, ConnectionError):
             warnings.warn("no Ray cluster is running; starting a cluster on this machine", JobsWarning, stacklevel=2)
             return _connect("local")
-        remedy = "Start a cluster with `ray start --head`, or use --ray local"
+        other = "and use --ray auto" if address == "local" else "or use --ray local"
+        remedy = f"Start a cluster with `ray start --head`, {other}"
         raise KfacpackError(f"--ray {address}: cannot connect to a cluster: {first_line(error)}. {remedy}") from error
 
 

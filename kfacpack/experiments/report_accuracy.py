@@ -25,7 +25,7 @@ from kfacpack.experiments.results_schema import (
 )
 
 _MAX_NORMALISED = 3
-"""The tables of single tasks contain normalised accuracies only if there are at most this many merge methods."""
+"""The tables by task contain normalised accuracies only if there are at most this many merge methods."""
 _MOSTLY_RECOVERED = 0.75
 """Minimum value of "recovered" for which the report states that vectors can be added as they are."""
 
@@ -34,9 +34,10 @@ def headline(results: Results) -> list[Cell]:
     """Returns the conclusion of the report.
 
     The conclusion compares the arm without a penalty with the best arm whose penalty needs no data from other tasks.
-    If one of these arms is missing, the conclusion states the accuracies of the best arm with all vectors added and
-    with each task's own vector. If no arm has a penalty and there are several merge methods, the conclusion compares
-    the best method with the sum of the vectors.
+    If no arm has such a penalty, the best of all arms is used instead. If every arm has a penalty, or the arm without a
+    penalty is itself the best arm, the conclusion states only the accuracies of the best arm, with all vectors added
+    and with each task's own vector. If no arm has a penalty and there are several merge methods, the conclusion
+    compares the best method with the sum of the vectors.
     """
     if len(results.methods) > 1 and all(arm.penalty is None for arm in results.arms):
         return _method_headline(results)
@@ -59,8 +60,8 @@ def headline(results: Results) -> list[Cell]:
     sentences += [_share(plain.added), text("and"), _share(plain.individual)]
     if best.recovered is None:
         return [*sentences, text(".")]
-    recovery = f": “{best.arm}”, which needs no data from other tasks, recovers"
-    return [*sentences, text(recovery), _share(best.recovered), text("of the difference.")]
+    note = ", which needs no data from other tasks," if without_data else ""
+    return [*sentences, text(f": “{best.arm}”{note} recovers"), _share(best.recovered), text("of the difference.")]
 
 
 def _perplexity_sentences(best: Summary, plain: Summary | None) -> list[Cell]:
@@ -295,6 +296,7 @@ def over_alpha(results: Results) -> Section | None:
     }
     by_method = {arm.name: _method_sweeps(arm) for arm in results.arms}
     several = any(len(curves) > 1 for curves in by_method.values())
+    first = next(iter(results.arms[0].seeds[0].added))  # `SeedResult.sweep` is the sweep of the first method
     rows = [
         [
             text(arm.name),
@@ -316,9 +318,9 @@ def over_alpha(results: Results) -> Section | None:
         data={name: sweep.model_dump(mode="json") for name, sweep in sweeps.items()},
         options={"references": levels},
         alt=f"Line chart of mean accuracy over α, one line for each of {_listed(list(sweeps))}.",
-        caption=f"Mean accuracy over all tasks if the merged vector (method: {_first_method(results)}) is scaled by α."
-        if several
-        else "Mean accuracy over all tasks if the sum of the vectors is scaled by α.",
+        caption="Mean accuracy over all tasks if the sum of the vectors is scaled by α."
+        if first == "sum" and not several
+        else f"Mean accuracy over all tasks if the merged vector (method: {first}) is scaled by α.",
     )
     pictures = [
         ReportFigure(

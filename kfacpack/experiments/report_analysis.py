@@ -1,4 +1,4 @@
-"""The sections of a report on disentanglement, localisation, drift, spectra, the bundles and the provenance."""
+"""The report sections on disentanglement, localisation, drift, spectra, the bundles and the provenance."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def disentanglement(results: Results) -> Section | None:
     return Section(
         id="disentanglement",
         title="Disentanglement: do two vectors interfere?",
-        how_to_read="ξ is the fraction of a task's examples whose predictions change when the other task's vector is "
-        "added, summed over the two tasks. Dark colours mean a small ξ, which is good. If a large area is dark, α can "
-        "be chosen freely. All maps have the same colour scale.",
+        how_to_read="ξ is the sum of two fractions, one for each task: the fraction of the task's examples whose "
+        "predictions change when the other task's vector is added. Dark colours mean a small ξ, which is good. If a "
+        "large area is dark, α can be chosen freely. All maps have the same colour scale.",
         pictures=pictures,
     )
 
@@ -90,8 +90,8 @@ def localisation(results: Results) -> Section | None:
         title="Localisation: where do the vectors act?",
         how_to_read="A vector should change the model's output f on the examples of its own task, but not on those of "
         "other tasks. The further apart the two markers of a row are, the better. An AUROC of 1 is perfect, and 0.5 "
-        "corresponds to chance. Δf is J τ in the regime “linear”. In other regimes, Δf is f with the vector minus f "
-        "without the vector.",
+        "corresponds to chance. Δf is the change in f. In the regime “linear”, it is J τ, where J is the Jacobian of f "
+        "and τ is the vector. In other regimes, it is f with the vector minus f without the vector.",
         tables=[table],
         pictures=pictures,
     )
@@ -130,10 +130,11 @@ def drift(results: Results) -> Section | None:
     return Section(
         id="drift",
         title="Drift: do the bundles predict the change in f?",
-        how_to_read="A bundle predicts, without the data, how much a vector changes f on the task of the bundle. "
-        "Points on the dashed line are predicted exactly. Below the line, the prediction is too large; above the line, "
-        "it is too small. Single layers are close to the line. Whole vectors are above the line: the layers "
-        "of a trained vector act in the same direction, but a bundle contains no terms between layers.",
+        how_to_read="A bundle predicts, without the data, how much a vector changes the model's output f on the task "
+        "of the bundle. Points on the dashed line are predicted exactly. Below the line, the prediction is too large; "
+        "above the line, it is too small. Single layers are usually close to the line. Whole vectors are usually above "
+        "the line: the layers of a trained vector act in the same direction, but a bundle contains no terms between "
+        "layers.",
         pictures=pictures,
         tables=[table],
     )
@@ -155,7 +156,7 @@ def spectra(results: Results) -> Section | None:
         for block in blocks
     ]
     columns = ["block", "side", "size", "trace", "effective rank"]
-    table = ReportTable(caption=f"All {len(blocks)} factors", columns=columns, rows=rows, folded=len(rows) > 12)
+    table = ReportTable(caption=f"All factors ({len(blocks)})", columns=columns, rows=rows, folded=len(rows) > 12)
     picture = ReportFigure(
         file="spectra",
         figure="spectra",

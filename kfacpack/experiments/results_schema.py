@@ -58,7 +58,7 @@ class SweepResult(ResultModel):
     @model_validator(mode="after")
     def _check_lengths(self) -> SweepResult:
         if any(len(accuracies) != len(self.alphas) for accuracies in (self.mean, *self.tasks.values())):
-            raise ValueError(f"expected one accuracy for each of the {len(self.alphas)} alphas")
+            raise ValueError(f"expected one accuracy per α (number of alphas: {len(self.alphas)})")
         return self
 
 
@@ -74,7 +74,7 @@ class DisentanglementResult(ResultModel):
     def _check_square(self) -> DisentanglementResult:
         size = len(self.alphas)
         if len(self.xi) != size or any(len(row) != size for row in self.xi):
-            raise ValueError(f"xi: expected {size} rows of {size} numbers, as there are {size} alphas")
+            raise ValueError(f"xi: expected a {size} × {size} matrix, with one row and one column per α")
         return self
 
 
@@ -138,8 +138,8 @@ class Spectrum(ResultModel):
     @model_validator(mode="after")
     def _check_counts(self) -> Spectrum:
         if len(self.eigenvalues) != len(self.ranks):
-            counts = f"{len(self.ranks)} ranks and {len(self.eigenvalues)} eigenvalues"
-            raise ValueError(f"expected one rank per eigenvalue, got {counts}")
+            counts = f"number of ranks: {len(self.ranks)}, number of eigenvalues: {len(self.eigenvalues)}"
+            raise ValueError(f"expected one rank per eigenvalue ({counts})")
         return self
 
 
@@ -461,7 +461,8 @@ def _validate(file: Path, content: Any, kind: type[ResultT]) -> ResultT:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key_path = printable(".".join(map(str, first["loc"])))
-        value = printable(repr(first["input"]), max_length=60) if first["type"] != "value_error" else ""
+        shows_value = first["type"] not in ("value_error", "missing")
+        value = printable(repr(first["input"]), max_length=60) if shows_value else ""
         problem = printable(first["msg"].removeprefix("Value error, "))
         raise KfacpackError(
             f"{file}: {key_path + ': ' if key_path else ''}{problem}{f', got {value}' if value else ''}. "

@@ -270,7 +270,7 @@ def run(
         jobs: Number of processes that compute independent stages. With 1, stages run in this process. With None, the
             number is chosen as in `kfacpack run`. The results do not depend on the number of processes.
         threads: Number of threads per stage, which affects rounding. Defaults to OMP_NUM_THREADS. If this variable is
-            not set, the number depends on the size of the model.
+            not set, the number depends on the device and on the size of the model.
         ray: Address of a Ray cluster that computes the stages. `"auto"` finds a running cluster, or starts a cluster on
             this machine if none is running. `"local"` always starts a cluster. `jobs` is then the maximum number of
             workers. If `jobs` is None, only the resources of the cluster limit the number of workers.

@@ -5,7 +5,7 @@ its inputs, the model, the data, the versions of kfacpack and torch, the kind of
 threads. The key is part of the file name. An existing file is therefore up to date, and different settings lead to a
 different name.
 
-This module also builds the equivalent `kfacpack` command lines, in which paths are relative to the folder of the run.
+This module also builds the equivalent `kfacpack` command lines, which are to be run in the folder of the run.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from kfacpack.format.container import (
     download_again,
     header_entries,
     parse_json,
+    short_repr,
     tensor_specs,
 )
 from kfacpack.format.hub_client import commit_of_copy, local_copy
@@ -117,11 +118,15 @@ class ShardedContainer(Container):
         except (BundleError, HubError) as error:
             problem = f"the shard {shard.file} cannot be opened: {error.problem}"
             remedy = f"Put all shards of the bundle ({len(self.shards)} in total) into the same folder as the index"
+            if isinstance(error, HubError):
+                remedy = error.remedy
+            elif error.remedy:  # the shard exists, but is damaged
+                remedy = download_again(self.path)
             raise BundleError(self.path, problem, None, remedy) from error
         if container.nbytes != shard.nbytes or container.metadata.get(SEAL_KEY) != shard.sha256:
-            digest = (container.metadata.get(SEAL_KEY) or "none")[:16]
+            digest = container.metadata.get(SEAL_KEY)
             expected = f"expected {shard.nbytes} bytes and digest {shard.sha256[:16]}"
-            found = f"got {container.nbytes} bytes and digest {digest}"
+            found = f"got {container.nbytes} bytes and {f'digest {digest[:16]}' if digest else 'no digest'}"
             problem = f"the shard {shard.file} belongs to another bundle or is damaged: {expected}, {found}"
             raise BundleError(self.path, problem, None, download_again(self.path))
         return container
@@ -227,7 +232,7 @@ def read_index(path: FileLocation, local: Path) -> dict[str, Any]:
     index = parse_json(path, text, "index")
     version = index.get("version")
     if not isinstance(version, str) or version.partition(".")[0] != INDEX_VERSION.partition(".")[0]:
-        problem = f"unsupported index version {str(version)[:80]!r}, expected 1.x"
+        problem = f"unsupported index version {short_repr(version)}, expected 1.x"
         raise BundleError(path, problem, "index: version", "Upgrade kfacpack to read this file")
     if not isinstance(index.get("header"), str) or not index["header"].startswith("{"):
         raise BundleError(

@@ -150,7 +150,7 @@ class Container:
         nbytes: Size of the file in bytes.
         header: The length prefix and the header, verbatim.
         metadata: The header's `__metadata__`.
-        commit: Commit of the file on the Hub, or None if the file is local or only its header was downloaded.
+        commit: Commit of the file on the Hub, or None if the file is local or `path` has `header_only` set.
 
     Args:
         path: A path or an `hf://` reference.
@@ -330,7 +330,7 @@ def parse_json(
         if len(members) < len(pairs):
             raise ValueError(f"duplicate key {first_duplicate(key for key, _ in pairs)!r}")
         if not nulls and (null_keys := [key for key, value in pairs if value is None]):
-            raise ValueError(f"the key {null_keys[0]!r} is null; omit the key instead")
+            raise ValueError(f"the key {null_keys[0]!r} is null, which is not allowed")
         return members
 
     def finite(number: str) -> float:

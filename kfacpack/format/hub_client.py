@@ -146,7 +146,9 @@ def _translate(error: BaseException, request: _HubRequest) -> HubError:
         return HubError(request.target, problem, f"Unset HF_HUB_OFFLINE, or {offline_remedy}", unreachable=True)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         problem = f"could not be stored in huggingface_hub's cache: {error.strerror}"
-        return HubError(request.target, problem, "Free disk space, or set HF_HOME to another folder")
+        return HubError(
+            request.target, problem, "Check the disk space and the permissions, or set HF_HOME to another folder"
+        )
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
     problem = f"the Hub ({constants.ENDPOINT}) cannot be reached: {first_line(cause)}"
     remedy = f"Check the network connection and try again, or {offline_remedy}"
@@ -191,7 +193,7 @@ def _refusal_by_status(error: HfHubHTTPError, request: _HubRequest) -> tuple[str
         return f"the Hub returned HTTP status {status}{message}", request.with_alternative("Try again later")
     return (
         f"the Hub refused the request (HTTP status {status}){message}",
-        f"Check that the name {repository} is correct",
+        "Check that all names are spelled correctly",
     )
 
 
@@ -358,7 +360,7 @@ def commit_of(address: str) -> str:
     if parts is None:
         raise HubError(address, "is not an address on the Hub", "Expected hf://OWNER/REPO[@REVISION][/PATH]")
     try:
-        with hub_errors(address, parts.repository, parts.revision):
+        with hub_errors(address, parts.repository, parts.revision, kind=parts.kind):
             return str(hub_api().repo_info(parts.repository, revision=parts.revision, repo_type=parts.kind).sha)
     except HubError as error:
         cached = snapshot(parts.repository, parts.revision, parts.kind) if error.unreachable else None

@@ -210,12 +210,14 @@ class Bundle(SealedFile):
 
 def _check_seal(container: Container, keys: SealKeys) -> str:
     """Returns the seal after checking that it occurs exactly once in the header and matches the header."""
-    if keys.manifest not in container.metadata or keys.seal not in container.metadata:
+    if keys.manifest not in container.metadata:
         if other := next((kind for kind in KINDS if kind.manifest in container.metadata), None):
             raise BundleError(container.path, f"is a {other.kind}, expected a {keys.kind}", None, other.usage)
-        missing = f"its metadata has no {keys.manifest!r} key or no {keys.seal!r} key"
-        problem = f"is a safetensors file, but not a {keys.kind}: {missing}"
+        problem = f"is a safetensors file, but not a {keys.kind}: its metadata has no {keys.manifest!r} key"
         raise BundleError(container.path, problem, None, f"Pass a {keys.kind}; this file may contain model weights")
+    if keys.seal not in container.metadata:
+        problem = f"has no seal: its metadata has no {keys.seal!r} key"
+        raise BundleError(container.path, problem, None, download_again(container.path))
     stored = container.metadata[keys.seal]
     # The header is JSON, so the seal may contain any character, even an unpaired surrogate that cannot be encoded.
     is_unique = len(stored) == 64 and stored.isascii() and container.header.count(stored.encode()) == 1

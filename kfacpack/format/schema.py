@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kfacpack.errors import BundleError
+from kfacpack.errors import BundleError, abbreviate
 from kfacpack.format.container import first_duplicate
 
 if TYPE_CHECKING:
@@ -226,8 +226,8 @@ def coverage_problem(blocks: Sequence[JoinedBlock], shapes: Mapping[str, Shape])
         spans = sorted(covered[name])
         # Spans cover a parameter exactly once if each begins where the previous one ends.
         if [0, *(stop for _, stop in spans)] != [*(start for start, _ in spans), _length(shape)]:
-            rows = [list(span) for span in spans[:8]]
-            problem = f"must be covered exactly once; shape: {list(shape)}, covered row ranges: {rows or 'none'}"
+            rows = abbreviate((str(list(span)) for span in spans), limit=8) or "none"
+            problem = f"must be covered exactly once; shape: {list(shape)}, covered row ranges: {rows}"
             return f"parameter {name!r}", problem
     return None
 

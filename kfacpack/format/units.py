@@ -29,7 +29,8 @@ def parse_size(size: str | int, whole: int) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(%|[kmg]?b|)\s*", str(size), re.IGNORECASE)
     if match is None or isinstance(size, bool) or not float(match[1]):
-        raise KfacpackError(f"budget {size!r}: expected a size such as 70MB or 1.5GB, or a percentage such as 10%")
+        expected = "expected a size such as 70MB or 1.5GB, or a percentage such as 10%"
+        raise KfacpackError(f"budget {size!r}: {expected}; the budget must be greater than zero")
     number, unit = float(match[1]), match[2].lower()
     return int(number / 100 * whole) if unit == "%" else int(number * _UNITS[unit])
 

@@ -104,7 +104,7 @@ class TaskEntry(Entry):
 
 
 class Addend(Entry):
-    """A vector that was added or merged, identified by its digest. When sums are added, their addends are listed."""
+    """A vector that was added or merged, identified by its digest. A sum is replaced by its own addends."""
 
     sha256: Digest
     coefficient: StrictFloat

@@ -267,7 +267,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
         raise BundleError(path, problem, None, remedy)
     try:
         target = Path(path).resolve()
-        if target.is_symlink():  # since Python 3.13, resolve() returns a loop of links instead of raising an error
+        if target.is_symlink():  # since Python 3.13, resolve() raises no error for a loop of links
             raise RuntimeError(f"Symlink loop from {str(path)!r}")
         is_special = target.exists() and not target.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, a deleted working directory

@@ -100,12 +100,14 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
             seed = [] if task.training.seed is None else [f"seed {task.training.seed}"]
             yield "training", abbreviate([penalty, *seed, *settings])
     if heads := [
-        f"{task.name} ({task.head.origin}, {len(task.head.classes)} classes)" for task in manifest.tasks if task.head
+        f"{task.name} ({task.head.origin}, {_counted(len(task.head.classes), 'class', 'classes')})"
+        for task in manifest.tasks
+        if task.head
     ]:
         yield "heads", abbreviate(heads)
     if manifest.storage:
         yield "storage", ", ".join(_summarise_storage(manifest))
-    yield "size", f"{human_bytes(file.nbytes)}, {len(manifest.base.parameters)} parameters"
+    yield "size", f"{human_bytes(file.nbytes)}, {_counted(len(manifest.base.parameters), 'parameter', 'parameters')}"
     yield "content", f"sha256 {file.digest}"
     yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
 
@@ -115,7 +117,7 @@ def summarise_checkpoint(checkpoint: CheckpointEntry) -> str:
     kind = "adapter " if checkpoint.kind == "adapter" else ""
     more = len(checkpoint.files) - 1
     # An adapter consists of weights and a config, so a single further file is expected.
-    others = "" if more == (1 if kind else 0) else f" and {more} more file{'s' if more > 1 else ''}"
+    others = "" if more <= (1 if kind else 0) else f" and {more} more file{'s' if more > 1 else ''}"
     return f"{kind}{checkpoint.location} (sha256 {checkpoint.files[0].sha256[:16]}…{others})"
 
 
@@ -128,7 +130,7 @@ def _summarise_storage(manifest: VectorManifest) -> Iterator[str]:
     if unchanged := sum(entry.rank == 0 for entry in manifest.storage):
         yield f"{unchanged} unchanged"
     if entries := [entry.entries for entry in manifest.storage if entry.entries is not None]:
-        yield f"{len(entries)} sparse, with {sum(entries):,} elements"
+        yield f"{len(entries)} sparse, with {(total := sum(entries)):,} element{'s' if total != 1 else ''}"
     if dense := len(manifest.base.parameters) - len(ranks) - unchanged - len(entries):
         exact = sum(entry.remainder is not None for entry in manifest.storage)
         yield f"{dense} dense" + (f" ({exact} with a remainder)" if exact else "")
@@ -160,10 +162,15 @@ def _summarise_source(source: Source) -> Iterator[tuple[str, str]]:
 def _summarise_model(base: Base, function: Function) -> Iterator[tuple[str, str]]:
     revision = f", {base.revision}" if base.revision else ""
     yield "base model", f"{base.name} ({base.family}{revision})"
-    yield "", f"sha256 {base.sha256[:16]}… over {len(base.parameters)} parameters"
+    yield "", f"sha256 {base.sha256[:16]}… over {_counted(len(base.parameters), 'parameter', 'parameters')}"
     normalized = "normalised " if function.normalized else ""
     detail = f": {function.detail}" if function.detail else ""
     yield "f", f"{normalized}{function.output} of width {function.width}{detail}"
+
+
+def _counted(number: int, singular: str, plural: str) -> str:
+    """Formats a number with the matching form of a noun, such as `1 class` or `2 classes`."""
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def relative_error(relative: float | None) -> str:

@@ -22,7 +22,7 @@ import torch
 
 from kfacpack.curvature.matrices.components import TORCH_TYPES
 from kfacpack.errors import HubError, KfacpackError, printable
-from kfacpack.format.container import DOWNLOAD_AGAIN, MAGIC_BYTES, Container, TensorSpec
+from kfacpack.format.container import MAGIC_BYTES, Container, TensorSpec
 from kfacpack.format.hub_client import hub_api, hub_errors, snapshot
 from kfacpack.format.reference import SCHEME, expand_user, is_reference, parse_address
 
@@ -215,7 +215,8 @@ def _require_archive(path: Path) -> None:
     if not start.startswith(b"PK\x03\x04"):
         kind = next((kind for magic, kind in MAGIC_BYTES.items() if start.startswith(magic)), "is not an archive")
         expected = "expected an archive written by torch.save in PyTorch 1.6 or later"
-        raise KfacpackError(f"{path}: {kind if start else 'is empty'}; {expected}. {DOWNLOAD_AGAIN}")
+        remedy = "If the file is incomplete or damaged, download it again from its publisher"
+        raise KfacpackError(f"{path}: {kind if start else 'is empty'}; {expected}. {remedy}")
 
 
 def _run_worker(files: Mapping[str, Path], targets: Mapping[str, Path], folder: Path) -> None:
@@ -244,7 +245,8 @@ def _run_worker(files: Mapping[str, Path], targets: Mapping[str, Path], folder: 
         last = worker.stderr.decode(errors="replace").strip().splitlines()[-1:]
         outcome = f"was stopped by signal {-worker.returncode}" if worker.returncode < 0 else "failed"
         problem = f"the process that reads the files {outcome}" + (f": {printable(last[0])}" if last else "")
-        raise KfacpackError(f"{paths[0].parent}: {problem}. {DOWNLOAD_AGAIN}")
+        remedy = "A file may be incomplete or damaged: download the files again from their publisher"
+        raise KfacpackError(f"{paths[0].parent}: {problem}. {remedy}")
     answer = json.loads(worker.stdout)
     if answer["refused"] is not None:
         raise KfacpackError(f"{paths[answer['refused']]}: {printable(answer['why'])}")

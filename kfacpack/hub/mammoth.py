@@ -10,9 +10,9 @@ sᵀf with respect to the parameters:
     aaT = Σ_n a aᵀ             ggT = Σ_{n,s} g gᵀ             for the output projection
     ffT = Σ_{n,s} v vᵀ                                        for norms and the class token
 
-The sums over s run either over M random Gaussian directions, without division by M, or over the C unit vectors. Let w
-be 1/M in the first case and 1 in the second. Then A is aaT / N, and B is w R/N · ggT (w/N · ggT for the projection).
-The block G of a norm or of the class token is w/N · ffT.
+The sums over s run either over M random Gaussian directions, without division by M, or over the unit vectors, one for
+each component of f. Let w be 1/M in the first case and 1 in the second. Then A is aaT / N, and B is w R/N · ggT
+(w/N · ggT for the projection). The block G of a norm or of the class token is w/N · ffT.
 
 Mammoth uses OpenAI's implementation of the vision tower, in which attention consists of linear layers. Some parameter
 names therefore differ from those in open_clip.
@@ -160,8 +160,8 @@ def examples_of(files: Mapping[str, UnpickledTensors]) -> int:
         counts[part] = int(value)
     if counts["num_aaT"] != counts["num_ggT"]:
         problem = f"records {counts['num_ggT']} examples for ggT, but the file for aaT records {counts['num_aaT']}"
-        cause = "the files are not from the same run"
-        raise KfacpackError(f"{files['num_ggT'].origin}: {problem}; {cause}. {DOWNLOAD_AGAIN}")
+        cause = "the files are not from the same run. Download all five files again from their publisher"
+        raise KfacpackError(f"{files['num_ggT'].origin}: {problem}; {cause}")
     return counts["num_aaT"]
 
 
@@ -397,7 +397,8 @@ def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequenc
     selected_layers = [layer for layer in layers if any(name in selected for name in layer.parameters)]
     for layer in selected_layers:
         if lacking := [name for name in layer.parameters if name not in selected]:
-            problem = f"{layer.name!r} shares a block with {lacking[0]!r}, which `params` does not select"
+            chosen = next(name for name in layer.parameters if name in selected)
+            problem = f"{chosen!r} shares a block with {lacking[0]!r}, which `params` does not select"
             raise KfacpackError(f"{problem}. Select both or neither")
     if not selected_layers:
         raise KfacpackError(f"params {' '.join(params or ())}: no factors are published for any selected parameter")

@@ -148,8 +148,8 @@ def _open_artifact(path: str | os.PathLike[str]) -> Artifact:
     name = Path(path).name
     if not _SAFE_NAME.fullmatch(name) or not name.endswith(SUFFIXES):
         endings = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-        expected = f"expected only letters, digits and -_.+ in the file name, and the ending {endings}"
-        problem = f"invalid file name; {expected}"
+        expected = "expected an ASCII letter or digit, followed only by letters, digits and -_.+"
+        problem = f"invalid file name; {expected}, and the ending {endings}"
         raise KfacpackError(f"{printable(os.fspath(path))}: {problem}. Rename the file")
     return Artifact.of(path, name)
 

@@ -276,7 +276,7 @@ def search(
     if constants.HF_HUB_OFFLINE:
         problem = "needs the Hub, but HF_HUB_OFFLINE is set"
         raise HubError("search", problem, "Unset HF_HUB_OFFLINE", unreachable=True)
-    with hub_errors("search", "search", offline_remedy="set HF_ENDPOINT to a mirror"):
+    with hub_errors("search", "the Hub", offline_remedy="set HF_ENDPOINT to a mirror"):
         for more in alternatives:
             for model in hub_api().list_models(filter=[*tags, *more], author=author, limit=limit, full=True):
                 models.setdefault(model.id, model)
@@ -341,7 +341,10 @@ class Artifact(ABC):
     @property
     @abstractmethod
     def sources(self) -> tuple[Source, ...]:
-        """The tasks and datasets that the file records. Empty for a merged bundle, which records only task names."""
+        """The tasks and datasets that the file records.
+
+        An empty tuple if no source is recorded, as for a merge of several tasks, which records only their names.
+        """
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -415,7 +418,7 @@ class BundleArtifact(Artifact):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The task and dataset on which the curvature was estimated; an empty tuple for a merged bundle."""
+        """The task and dataset on which the curvature was estimated; an empty tuple if they are not recorded."""
         source = self.file.manifest.source
         return (source,) if source else ()
 

@@ -4,8 +4,8 @@
 
 The program accepts only uncompressed zip archives. They are read by torch's restricted unpickler, which creates nothing
 but tensors and containers. The tensors are mapped from the file and written as safetensors. Before the program opens a
-file, it limits its own memory, CPU time, file size and number of processes. The module is started by `importer.py` and
-never imported.
+file, it limits its own memory, CPU time, output size and number of processes. The module is started by `importer.py`
+and never imported.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The dispatch mode runs below autograd, where a model is a sequence of operations on plain tensors, whatever modules,
 casts, fused layers or custom functions it consists of. Every operation is computed once, together with its tangent,
-which is the change in its result along τ. Autograd records the operation, but not the computation of the tangent.
+which is the change in its result along τ (a change in the parameters). Autograd records the operation, but not the
+computation of the tangent.
 
 Most tangents come from torch's forward mode. Matrix products and convolutions have rules here because torch's
 derivatives do redundant work. Fused attention kernels have rules because torch has no forward-mode derivative for them.

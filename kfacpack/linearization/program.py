@@ -133,7 +133,7 @@ class Recorder(DispatchMode):
         self.forward_length = len(self.operations)
         self.outputs = (self.number(f), self.number(change))
         if self.outputs[0] is None or (self.outputs[1] is None and change is not None):
-            self.refuse("f was not computed by a recorded operation")
+            self.refuse("f or J τ was not computed by a recorded operation")
 
     def number(self, tensor: Tensor | None) -> int | None:
         """Returns the value number of a tensor; returns None if the tensor is None or was not recorded."""

@@ -7,7 +7,8 @@ attributes, including tensors, which are compared by identity. The values of the
 
 A signature is used three times before its program replaces the model. The first call is untraced, because many shapes
 occur only once. The second call is recorded. The third call runs both the model and the program, and the program is
-discarded unless their results agree. Calls that cannot be recorded stay untraced; `Linearized.untraced` lists the
+discarded unless their results agree. If programs are compiled, the first call is recorded and returns the results of
+the program, and the second call runs both. Calls that cannot be recorded stay untraced; `Linearized.untraced` lists the
 reasons.
 """
 
@@ -279,7 +280,10 @@ class ProgramCache:
 
 
 class Gradient(Protocol):
-    """Function that computes Jᵀ u for each parameter. Parameters that f does not depend on are left out."""
+    """Function that computes Jᵀ u for each parameter, where u is the gradient of a cost with respect to f + J τ.
+
+    Parameters that f does not depend on are left out.
+    """
 
     def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
         """Returns the gradients with respect to the parameters in `names`.

@@ -78,7 +78,10 @@ class MergeInput:
 
     @property
     def tasks(self) -> float:
-        """Number of tasks in the input. It is computed as the sum of the parents' weights, whose mean is one."""
+        """Number of tasks in the input, computed as the sum of the parents' weights.
+
+        The mean of the weights is one if the parents are different tasks; their sum is one for shards of one task.
+        """
         return sum(parent.weight for parent in self.parents)
 
     @property

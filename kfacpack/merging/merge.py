@@ -111,17 +111,18 @@ def merge(
     without: Iterable[str] | str = (),
     allow_partial: bool = False,
 ) -> Curvature:
-    """Merges curvatures into one curvature that approximates Σ w_t G_t over all tasks. The mean of the w_t is one.
+    """Merges curvatures into one curvature that approximates Σ w_t G_t, the weighted sum over all tasks t.
 
-    Blocks whose G is a single dense or diagonal matrix are summed exactly. For all other blocks, the approximation
-    error is measured and recorded in the block's `losses`. The merged matrices are computed when they are used or
-    saved.
+    The mean of the weights w_t is one. Blocks whose G is a single dense or diagonal matrix are summed exactly. For all
+    other blocks, the approximation error of the rules "tak" and "optimal" is measured and recorded in the block's
+    `losses`. The merged matrices are computed when they are used or saved.
 
     Args:
         curvatures: Curvatures or paths of bundles. Merged and compressed curvatures are allowed.
-        rule: "tak" is the rule of the TAK paper, (Σ B_t) ⊗ (Σ λ_t A_t); "optimal" is the nearest sum of `rank`
-            Kronecker products; "stack" keeps every term; "shards" combines estimates of one task from different
-            examples into the estimate from all these examples.
+        rule: "tak" is the rule of the TAK paper, (Σ B_t) ⊗ (Σ λ_t A_t), where B_t and A_t are the Kronecker factors of
+            G_t, and λ_t is w_t divided by the number of tasks; "optimal" is the nearest sum of `rank` Kronecker
+            products; "stack" keeps every term; "shards" combines estimates of one task from different examples into
+            the estimate from all these examples.
         rank: Number of Kronecker products that "optimal" keeps.
         weights: One positive weight per input. Only their ratios matter. By default, the weights are the dataset sizes.
         without: Names of tasks to leave out. If an input was merged by "tak" and contains such a task, the bundle for

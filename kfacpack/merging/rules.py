@@ -5,9 +5,9 @@
   Arithmetic via Kronecker-Factored Approximate Curvature* (TAK, ICLR 2026).
 - `stack` keeps every term with its weight. The result is exact, and as large as all inputs together.
 - `optimal` is the nearest sum of r Kronecker products in the Frobenius norm. Rearranged, Σ w_t B_t ⊗ A_t is the matrix
-  Σ w_t vec(B_t) vec(A_t)ᵀ of rank T, whose best approximation of rank r is its truncated singular value decomposition.
-  In coordinates (see `strips.py`), this matrix is N = Xᵀ diag(w) Y, of shape (T, T). If p and q are singular vectors
-  of N, the new factors are proportional to Σ w_t <A_t, q> B_t and Σ w_t <B_t, p> A_t.
+  Σ w_t vec(B_t) vec(A_t)ᵀ of rank at most T, whose best approximation of rank r is its truncated singular value
+  decomposition. In coordinates (see `strips.py`), this matrix is N = Xᵀ diag(w) Y, of shape (T, T). If p and q are
+  singular vectors of N, the new factors are proportional to Σ w_t <A_t, q> B_t and Σ w_t <B_t, p> A_t.
 - `shards` combines estimates of one task from different examples into the estimate from all these examples. A is a mean
   over positions (or over examples if positions are reduced first). B, or the single matrix G of a block without
   factors, is a mean over examples. The overall mean is therefore the mean of the shards' means, weighted by their
@@ -56,7 +56,7 @@ class Terms:
     sharing: Sharing
     """How the curvature treats positions, such as tokens, that share a weight."""
     coordinates: tuple[Tensor, ...] = ()
-    """Coordinates of each side's matrices, of shape (K, K); see `strips.py`. Empty for exact rules."""
+    """Coordinates of each side's matrices, of shape (K, K); see `strips.py`. An empty tuple if no error is measured."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class MergeRule(ABC):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the source of the merged curvature, or None (the default) if the inputs have different sources."""
+        """Returns the source of the merged curvature. The default is None, as the inputs have different sources."""
         return None
 
     def estimate(self, inputs: Sequence[MergeInput]) -> Estimate | None:
@@ -359,8 +359,8 @@ def _examples(item: MergeInput) -> int:
     counts = {matrix.examples for block in item.curvature.blocks for _, matrix in block.structure.matrices()}
     (only, *others) = counts
     if others or not only:
-        problem = "does not record one number of examples for all of its matrices"
-        raise KfacpackError(f"{item.name}: {problem}, which the rule 'shards' requires")
+        number = "the same number of examples for all of its matrices" if others else "its number of examples"
+        raise KfacpackError(f"{item.name}: does not record {number}, which the rule 'shards' requires")
     return only
 
 
@@ -375,9 +375,11 @@ def _check_unmerged(item: MergeInput) -> None:
 def _check_same_task(first: MergeInput, other: MergeInput) -> None:
     sources = [item.source and item.source.model_copy(update={"examples": None}) for item in (first, other)]
     if sources[0] != sources[1]:
-        names = [item.source.task if item.source else "unknown" for item in (first, other)]
+        names = [item.source and item.source.task for item in (first, other)]
         tasks = f"for different tasks, {names[0]!r} and {names[1]!r}"
-        problem = tasks if len(set(names)) > 1 else "from different data"
+        problem = tasks if names[0] != names[1] else "from different data"
+        if None in names:
+            problem = "from data that only one of them records"
         raise KfacpackError(f"{first.name} and {other.name} were estimated {problem}; expected shards of one task")
     if first.estimate_without_seed != other.estimate_without_seed:
         problem = "were estimated with different settings; expected shards of one task"

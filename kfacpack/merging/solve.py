@@ -1,8 +1,8 @@
-"""Solves for the matrix W of one block that is closest to given matrices in the metrics of their curvatures.
+"""Finds the matrix W of one block that is closest to given matrices W_t in the metrics of their curvatures G_t.
 
     minimise over W:  Σ_t w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖²
 
-W_0 is the prior; it determines the result in directions without curvature. With D = W − W_0 the minimum satisfies
+The w_t are weights. The prior W_0 determines W in directions without curvature. At the minimum, D = W − W_0 satisfies
 
     (Σ_t w_t G_t + ε) D = R,    R = Σ_t w_t G_t (W_t − W_0),    ε = damping · tr(Σ_t w_t G_t) / (rows · columns) + ε_0.
 
@@ -11,8 +11,8 @@ factor A is (columns, columns).
 
 Small blocks are solved with a Cholesky factorisation of the summed matrix, and diagonal blocks entry by entry. If all B
 or all A are multiples of the identity, the sum on the other side is factorised. If all B or all A are equal, the sum is
-a single product, which is solved with eigenvectors. All other blocks use conjugate gradients with a Kronecker product
-as preconditioner. Matrices are applied in the form in which they are stored.
+a single product, which is solved with eigenvectors if its sides are short. All other blocks, and large blocks with a
+mask, use preconditioned conjugate gradients. Matrices are applied in the form in which they are stored.
 """
 
 from __future__ import annotations
@@ -438,8 +438,8 @@ class _System:
         so quickly that one step suffices. On six tasks of `tiny` with damping 0.1 and tolerance 1e-4, the solver takes
         at most 42 iterations with P (mean 24) and 44 with the eigenvectors of P (mean 21). The nearest product in the
         Frobenius norm (the merge rule `optimal`) fits only large eigenvalues; with its eigenvectors, the solver takes
-        up to 64 iterations (mean 25). The eigenvectors of a 3072 x 3072 matrix take 30 times as long as its Cholesky
-        factor, so wide blocks use P itself.
+        up to 64 iterations (mean 25). Computing the eigenvectors of a 3072 x 3072 matrix takes 30 times as long as
+        computing its Cholesky factor, so wide blocks use P itself.
         """
         rows, columns = self.shape
         sides = [

@@ -171,6 +171,9 @@ def _require_sums(item: MergeInput, rules: Sequence[str]) -> None:
     inexact = [step for step in steps if step == PARTIAL or step.startswith(f"{OptimalRule.name}:")]
     if lossy := [*inexact, *since_merge]:
         problem = f"it was processed by {lossy[0]!r}, so it may no longer be the sum of its parents"
+        if lossy[0] == PARTIAL:
+            missing = f"some of its parents lack some of its blocks (recorded as {PARTIAL!r})"
+            problem = f"{missing}, so its parents cannot be subtracted exactly"
         raise SubtractionError(f"{item.name}: {problem}. {_REMEDY}")
 
 

@@ -253,7 +253,7 @@ def image_batches(transform: Callable[[Any], Tensor], model: str) -> Callable[[S
         for example in examples:
             if "image" not in example:
                 columns = ", ".join(map(repr, example))
-                problem = f"the task {task!r} has the columns {columns}"
+                problem = f"the task {task!r} has no column 'image' (columns: {columns})"
                 raise KfacpackError(f"{model} expects images, but {problem}; use a text model")
         # Convert before resizing, as open_clip and timm do in training: palette indices cannot be interpolated.
         return torch.stack([transform(example["image"].convert("RGB")) for example in examples])
@@ -306,8 +306,9 @@ def name_task_in_errors(split: Split, task: str, chosen: Sequence[int]) -> Itera
         yield
     except NotFiniteError as error:
         location = f"{printable(task)}, split {split.source.split!r}, examples {chosen[0]} to {chosen[-1]}"
-        problem = "f contains NaN or Inf; check the weights, or use another dtype for the model"
-        raise KfacpackError(f"{location}: {problem}") from error
+        problem = str(error).partition(";")[0]  # without the remedy of `require_finite`, which mentions the inputs
+        remedy = "check the weights of the model and of any task vector, or use another dtype for the model"
+        raise KfacpackError(f"{location}: {problem}; {remedy}") from error
 
 
 _FINGERPRINT_EXAMPLES = 32

@@ -135,7 +135,7 @@ def tensors_of(batch: ModelInput) -> list[Tensor]:
 
 
 def batch_size_of(batch: ModelInput) -> int | None:
-    """Returns the number of examples in a batch, or None if its tensors differ in their first dimension."""
+    """Returns the number of examples in a batch, or None if it has no tensors or their lengths differ."""
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -442,7 +442,7 @@ def select_parameters(
         if is_lazy(p) or (p.is_floating_point() and p.numel())
     }
     if not named:
-        raise KfacpackError("the model has no parameters")
+        raise KfacpackError("the model has no floating-point parameters")
     first: dict[int, str] = {}
     for name, parameter in named.items():
         first.setdefault(id(parameter), name)
@@ -454,7 +454,7 @@ def select_parameters(
         return {name: p for name, p in free.items() if first[id(p)] == name}
     patterns = [params] if isinstance(params, str) else list(params)
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise KfacpackError(f"params {patterns}: expected at least one parameter name or pattern")
+        raise KfacpackError(f"params {patterns}: expected one or more parameter names or patterns, as strings")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
             raise KfacpackError(f"no parameter matches {pattern!r}; parameters of the model: {abbreviate(named, 3)}")
@@ -487,7 +487,7 @@ def require_unsharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, sharded):
             placements = ", ".join(map(str, parameter.placements))
-            actual = f"a DTensor on {parameter.device_mesh.size()} processes with placements {placements}"
+            actual = f"a DTensor with placements {placements} (number of processes: {parameter.device_mesh.size()})"
             shape = list(parameter.shape)
             raise KfacpackError(f"parameter {name!r}: expected a whole tensor of shape {shape}, got {actual}. {remedy}")
 

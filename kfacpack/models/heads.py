@@ -169,7 +169,7 @@ class CompletionHead(Head):
     """
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns two sums over the examples: of their mean cross-entropy, and of their share of correct tokens."""
+        """Returns the sum of the examples' mean cross-entropies, and the sum of their shares of correct tokens."""
         examples, targets = (tensor.to(f.device) for tensor in answer_positions(batch, len(f)))
         counts = torch.zeros_like(labels, dtype=f.dtype).index_add_(
             0, examples, torch.ones_like(examples, dtype=f.dtype)
@@ -179,7 +179,7 @@ class CompletionHead(Head):
         return (losses * weights).sum(), ((logits.argmax(1) == targets) * weights).sum()
 
     def log_likelihoods(self, f: Tensor, batch: Batch) -> tuple[Tensor, int]:
-        """Returns the log-likelihoods of all tokens of the completions, (P,), and the number of correct predictions."""
+        """Returns the log-likelihood of each token of the completions, and the number of correct predictions."""
         logits, targets = self.logits(f), answer_positions(batch, len(f))[1].to(f.device)
         return -cross_entropy(logits, targets, reduction="none"), int((logits.argmax(1) == targets).sum())
 
@@ -296,8 +296,8 @@ def word_head(model: Model, task: Task) -> Head:
 
     Raises:
         KfacpackError: If the model does not predict words, the template has no answer for a class, or the words of two
-            classes start with the same token. If an answer in the template has several tokens, different answers may
-            start with the same token.
+            classes start with the same token. If any answer in the template has several tokens, two answers may start
+            with the same token, but must not be equal.
     """
     if answers := _answers(model, task):
         return _answer_head(model, task, answers)

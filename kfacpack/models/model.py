@@ -98,7 +98,7 @@ def cached_repositories() -> Iterator[CachedRepository]:
 
 
 Batch = Tensor | dict[str, Tensor]
-"""Model input on the CPU: a tensor, which is the only argument of `forward`, or a dict of keyword arguments."""
+"""Model input: a tensor, which is the only argument of `forward`, or a dict of keyword arguments."""
 
 WeightsSource = Path | Literal["random"] | None
 """A safetensors file, `"random"` for a random initialisation, or None for the published weights of the model."""
@@ -113,7 +113,7 @@ class Model:
     name: str
     """Model name without the family's prefix. For a model in a folder, this is the name of the folder."""
     revision: str | None
-    """Pretrained tag or commit of the weights, `"random-SEED"` for random weights, or None for local weights."""
+    """Tag, commit or digest of the weights; `"random-SEED"` for random weights, or None for local weights."""
     module: nn.Module
     """The module, as built by the model's library."""
     forward: Callable[..., Tensor]
@@ -123,7 +123,7 @@ class Model:
     frozen: tuple[str, ...]
     """fnmatch patterns of the parameters that are excluded from curvature estimates and from training by default."""
     prepare: Callable[[Sequence[Example], str], Batch]
-    """Turns N examples and the name of their task into a batch."""
+    """Turns N examples and the name of their task into a batch on the CPU."""
     preprocessing: str
     """One-line description of `prepare`, for the manifest."""
     checkpoint: Checkpoint
@@ -208,7 +208,7 @@ class ModelRequest(NamedTuple):
         """Returns the revision of the requested weights: `published`, `"random-SEED"`, or None for weights in a file.
 
         Args:
-            published: Tag or commit of the published weights.
+            published: Tag, commit or digest of the published weights.
         """
         if self.weights == "random":
             return f"random-{self.seed}"

@@ -7,10 +7,10 @@ The templates are stored in `prompts.json`, by style and task. The styles are:
 - `plain`: a text that a base language model continues with the answer. Answers begin with a space.
 - `chat`: a question to an instruction-tuned language model, formatted with its chat template.
 
-Templates of different tasks have different answers. The penalty during training keeps the change in f on other tasks
-small but not zero, and this change is along the directions that predict the answers of the trained task. If another
-task had the same answers, its logits would therefore change. For a task without a template, the prompt lists the
-columns, and the answers are the class names.
+Except in the style `t5`, templates of different tasks have different answers. The penalty during training keeps the
+change in f on other tasks small but not zero, and this change is along the directions that predict the answers of the
+trained task. If another task had the same answers, its logits would therefore change. For a task without a template,
+the prompt lists the columns, and the answers are the class names.
 """
 
 from __future__ import annotations

@@ -77,16 +77,17 @@ def draw_contact_sheet(task: Task, split_name: str = "train") -> ContactSheet:
 def _class_names(task: Task, split: Split) -> tuple[str, ...]:
     example = split[0]
     if "image" not in example:
-        columns = printable(", ".join(map(repr, example)))
-        raise KfacpackError(f"{task.name}: a contact sheet needs images, but the data has only the columns {columns}")
+        inputs = printable(", ".join(map(repr, example)))
+        raise KfacpackError(f"{task.name}: a contact sheet needs images, but the data has none; inputs: {inputs}")
     if task.classes is None:
         raise KfacpackError(f"{task.name}: a contact sheet needs classes, but the data has no column of class labels")
     return task.classes
 
 
 def _title(task: Task, split: Split, shown: int, left_out: int) -> str:
+    classes = f"{shown} class{'es' if shown != 1 else ''}"
     more = f" ({left_out} more not shown)" if left_out else ""
-    return f"{task.name} · {split.source.split} · {len(split):,} examples · {shown} classes{more}"
+    return f"{task.name} · {split.source.split} · {len(split):,} examples · {classes}{more}"
 
 
 def _first_examples(split: Split, classes: int, per_class: int) -> Mapping[int, list[int]]:

@@ -67,7 +67,7 @@ class PackageData:
         try:
             return decode(file.read_bytes())
         except READ_ERRORS as error:
-            problem = f"cannot be read: {getattr(error, 'strerror', None) or error or type(error).__name__}"
+            problem = f"cannot be read: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
             remedy = f"The file is part of {self}; restore it with: {self.remedy}"
             raise KfacpackError(f"{file}: {problem}. {remedy}") from error
 
@@ -313,7 +313,7 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, location:
         A `datasets.Dataset`.
 
     Raises:
-        KfacpackError: If the files cannot be read.
+        KfacpackError: If the files cannot be read, or JSON Lines files differ in their columns.
     """
     import datasets
 
@@ -324,8 +324,8 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, location:
         if differing := [file for file, table in zip(files, tables, strict=True) if table.schema != tables[0].schema]:
             raise KfacpackError(f"{differing[0]}: its columns or their types differ from those of {files[0].name}")
         return datasets.Dataset(pyarrow.concat_tables(tables))
-    # datasets reads an Arrow copy that it maps into memory. The mapping remains valid after the file is unlinked, so
-    # the disk space of the copy is freed when the dataset is deleted or the process ends.
+    # datasets writes the rows to an Arrow file, which it maps into memory. The mapping remains valid after this file is
+    # unlinked, so its disk space is freed when the dataset is deleted or the process ends.
     with _no_progress_bars(), TemporaryDirectory(prefix="kfacpack-") as copies:
         try:
             by_split = {split: [escape(str(file)) for file in files]}

@@ -449,8 +449,9 @@ def _inputs_by_type(features: Any, location: str, label: str | None) -> dict[str
     if image := _only(images, "images", location):
         return {IMAGE: image}
     if not texts:
-        problem = f"no column contains images or texts; available columns: {_join(features) or 'none'}"
-        remedy = "Expected a column of type Image or string, as datasets.Dataset.to_parquet writes it"
+        column = "no column" if label is None else "no column other than the label"
+        problem = f"{column} contains images or texts; available columns: {_join(features) or 'none'}"
+        remedy = "Expected a column of type Image or string, as written by datasets.Dataset.to_parquet"
         raise KfacpackError(f"{location}: {problem}. {remedy}")
     return {name: name for name in texts}
 

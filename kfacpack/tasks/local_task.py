@@ -141,10 +141,10 @@ TEMPLATES = ("a photo of a {}.",)
 class LocalTask:
     """A task whose examples are read from files. Implements `Task`.
 
-    Splits are recognised by file name. Files are opened or downloaded when a split is read. A stored split named valid,
-    val or dev becomes `validation`. If the data has no validation split, a fixed tenth of `train`, but at most 5000
-    examples, is held out as `validation` and excluded from `train`. If `train` has fewer than ten examples, there is no
-    `validation`.
+    Splits are recognised by the names of files and folders. Files are opened or downloaded when a split is read. A
+    stored split named valid, val or dev becomes `validation`. If the data has no validation split, a fixed tenth of
+    `train`, but at most 5000 examples, is held out as `validation` and excluded from `train`. If `train` has fewer than
+    ten examples, there is no `validation`.
 
     The definition of a published task determines the mapping of stored splits, the columns, the class names in prompts,
     and whether rows without a label are left out.
@@ -225,7 +225,7 @@ class LocalTask:
 
     @cached_property
     def _values(self) -> tuple[Any, ...]:
-        """Classes of a label column without class names: the distinct values in `train`."""
+        """Classes of a label column without class names: the sorted distinct values in the first split."""
         values = {value for value in self._read_labels(self._first_split) if not _is_unlabelled(value)}
         if not values:
             raise KfacpackError(
@@ -267,8 +267,9 @@ class LocalTask:
         # In a published task, string labels are class names and need no note; integer labels are not.
         if columns.by_value and (self.definition is None or not any(isinstance(value, str) for value in self._values)):
             values = printable(", ".join(self._stored_classes or ()))
-            origin = f"the values of column {columns.label!r} in {self._first_split}"
-            yield f"the {len(self._values)} classes are {origin}: {values}"
+            count = len(self._values)
+            subject = "the only class is the value" if count == 1 else f"the {count} classes are the values"
+            yield f"{subject} of column {columns.label!r} in {self._first_split}: {values}"
         for split, files in self._shards.items():
             if missing := missing_shards(files):
                 verb = "is" if missing == 1 else "are"
@@ -325,13 +326,13 @@ class LocalTask:
 
     @cached_property
     def _held_out(self) -> Sequence[int]:
-        """Positions, among the labelled rows of `train`, of the examples held out for `validation`."""
+        """The examples of `train` held out for `validation`, as indices into the labelled rows."""
         if "train" not in self._files or "validation" in self._files:
             return ()
         return validation_indices(len(self._labelled_rows("train")))
 
     def _split_rows(self, name: str) -> Sequence[int]:
-        """Returns the row numbers, within the files of the stored split, of the examples that belong to a split."""
+        """Returns the examples of a split, as row numbers in the files of the stored split."""
         if name not in ("train", "validation") or not self._held_out:
             return self._labelled_rows(name)
         rows, held_out = self._labelled_rows("train"), set(self._held_out)
@@ -365,10 +366,10 @@ class LocalTask:
         columns = find_columns(data.features, self.data_source.name, None if self._images else self._requested)
         if not self._images and columns.inputs.keys() != self._columns.inputs.keys():
             inputs = (printable(", ".join(part.inputs)) for part in (columns, self._columns))
-            problem = f"the input columns of split {name!r} are {next(inputs)}"
-            expected = f"those of split {self._first_split!r} are {next(inputs)}"
+            problem = f"the input columns of split {name!r} ({next(inputs)})"
+            expected = f"those of split {self._first_split!r} ({next(inputs)})"
             remedy = "Select columns that all splits have: --columns (columns=…)"
-            raise KfacpackError(f"{self.data_source.name}: {problem}, but {expected}. {remedy}")
+            raise KfacpackError(f"{self.data_source.name}: {problem} differ from {expected}. {remedy}")
         if columns.by_value:
             columns = replace(columns, values=self._values)
         elif columns.classes != self._stored_classes:

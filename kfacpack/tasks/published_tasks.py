@@ -69,7 +69,7 @@ class PublishedTask:
     classes: int
     """Number of classes."""
     stored: Mapping[str, int]
-    """Number of examples in each split of the repository."""
+    """Number of examples in the repository for each split of the task, without the rows that are left out."""
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: IMAGE_COLUMNS)
     """Possible column names for each key of an example; the name that the repository uses comes first."""
     label: tuple[str, ...] = ("label", "labels")
@@ -86,7 +86,7 @@ class PublishedTask:
     words: ClassNamesFn = plain_names
     """Function that maps the stored class names to words for prompts."""
     drops_unlabelled: bool = False
-    """Whether rows without a label are left out. If False, such rows raise an error."""
+    """Whether rows without a label are left out. If False, reading the label of such a row raises an error."""
     gated: bool = False
     """Whether users have to accept terms on the Hub before they can download the data."""
 
@@ -102,7 +102,7 @@ class PublishedTask:
 
     @property
     def requested_columns(self) -> RequestedColumns:
-        """Columns to look for in a copy of the data."""
+        """Columns to look for in the data."""
         return RequestedColumns(self.inputs, self.label, required=False)
 
     @property
@@ -230,9 +230,9 @@ def imagenet_templates() -> tuple[str, ...]:
 def imagenet_classes(stored: Sequence[str]) -> tuple[str, ...]:
     """Returns open_clip's names for the classes of a copy of ImageNet.
 
-    If all stored names are WordNet ids, open_clip's names for these ids are returned. If there are a thousand classes
-    in the usual order, open_clip's names are returned in that order. Otherwise, the first synonym in each stored name
-    is returned.
+    If all stored names are WordNet ids, open_clip's names for these ids are returned. If there are as many
+    stored names as open_clip has, and the first name is the same, the order is assumed to be the same, and open_clip's
+    names are returned. Otherwise, the first synonym in each stored name is returned.
     """
     names = _open_clip_metadata()["IMAGENET_CLASSNAMES"]
     if all(map(WORDNET.fullmatch, stored)):

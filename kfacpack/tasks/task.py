@@ -22,7 +22,7 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.format.identity import CLASS_SPLIT, base_task_name
 
 Example = Mapping[str, Any]
-"""Values by column name, without the label: {"image": PIL.Image}, or strings, such as premise and hypothesis."""
+"""Inputs by key, without the label: {"image": PIL.Image}, or strings, such as {"premise": "…", "hypothesis": "…"}."""
 
 COMPLETION_COLUMNS = ("prompt", "completion")
 """Columns of a task that has no classes, and whose examples are prompts with completions."""
@@ -182,7 +182,7 @@ class ClassSplitTask:
             problem = (
                 f"{len(classes)} class{'es' * (len(classes) != 1)} cannot be divided into {self.n} "
                 f"part{'s' * (self.n != 1)}: "
-                "some parts would have fewer than two classes"
+                "at least one part would have fewer than two classes"
             )
             limit = len(classes) // 2
             remedy = f"Use at most {limit} part{'s' * (limit != 1)}" if limit else "The task cannot be divided"
@@ -351,8 +351,8 @@ VALIDATION_SHARE, MAX_VALIDATION = 10, 5000
 def validation_indices(size: int) -> list[int]:
     """Chooses the training examples to hold out for validation, as in the task arithmetic papers.
 
-    The `size` examples are divided into equal intervals, and one example is drawn from each interval, so that every
-    class is represented, whether the examples are sorted by class or shuffled.
+    The `size` examples are divided into equal intervals, and one example is drawn from each interval, so that each
+    class is represented roughly in proportion to its size, whether the examples are sorted by class or shuffled.
 
     Returns:
         Indices of the chosen examples in increasing order. Their number is a tenth of `size`, but at most 5000.

@@ -120,7 +120,7 @@ def plan_batches(
     covered: dict[Hashable, set[Hashable]] = {}
     uses = Counter(id(matrix) for block in blocks for matrix in _matrices(block))
     for block, weight in zip(blocks, weights, strict=True):
-        # Blocks that share a matrix are stacked separately, so that the stack contains the matrix only once.
+        # Blocks that share matrices are stacked apart from other blocks, so that a stack contains each matrix once.
         sharing = tuple(uses[id(matrix)] for matrix in _matrices(block))
         key: Hashable = (weight, join_layout(block.join, shapes), _form(block), sharing)
         pieces = {(piece.parameter, piece.rows) for piece in block.join.pieces}
@@ -164,7 +164,10 @@ def _form(block: CurvatureBlock) -> Hashable:
 
 
 def _shared_run(matrices: Sequence[Matrix]) -> int:
-    """Returns the largest s such that each group of s consecutive matrices consists of one object, repeated s times."""
+    """Returns how many entries at the start of a sequence are the same matrix.
+
+    Returns 1 if the sequence does not consist of groups of this size that contain only one matrix each.
+    """
     ids = [id(matrix) for matrix in matrices]
     run = next((index for index, key in enumerate(ids) if key != ids[0]), len(ids))
     uniform = len(ids) % run == 0 and all(len(set(ids[k : k + run])) == 1 for k in range(0, len(ids), run))

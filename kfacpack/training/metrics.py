@@ -93,7 +93,7 @@ def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
     if last > max(_NOT_LEARNED * first, _LEARNED):
         cause = f"The penalty was smaller than the loss; they would have been equal at λ = {balance:.2g}"
         remedy = f"{cause}. A different learning rate or more steps may therefore help more than a smaller λ"
-        return f"the loss did not decrease: {first:.3g} in the first steps, {last:.3g} at the end. {remedy}"
+        return f"the loss did not decrease noticeably: {first:.3g} in the first steps, {last:.3g} at the end. {remedy}"
     return None
 
 
@@ -160,7 +160,8 @@ def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
             except (ValueError, KeyError, TypeError):
                 break  # the process died while it wrote this line
     if len(kept) != done:
-        problem = f"contains metrics of only {len(kept)} of {done} completed steps" if kept else "is missing or empty"
+        some = f"contains metrics of only {len(kept)} of {done} completed steps"
+        problem = some if kept else "is missing or contains no metrics"
         warnings.warn(f"{path}: {problem}; continuing from step {done + 1}", MetricsWarning, stacklevel=4)
     # Replace the file, so that another run with the same output does not append to it.
     write_atomically(path, "".join(f"{line}\n" for line in kept).encode())

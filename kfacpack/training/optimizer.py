@@ -93,7 +93,7 @@ class TrainingSettings:
         if not 0 <= self.seed < 2**64:
             raise KfacpackError(f"seed {self.seed}: expected an integer from 0 to 2^64 - 1")
         if not 0 <= self.warmup <= 1:
-            raise KfacpackError(f"warmup {self.warmup}: expected a fraction of the steps between 0 and 1")
+            raise KfacpackError(f"warmup {self.warmup}: expected a fraction of the steps, from 0 to 1")
 
     def step_count(self, examples: int) -> int:
         """Returns the number of steps for a training split of `examples` examples.

@@ -103,9 +103,9 @@ def _is_norm(block: CurvatureBlock) -> bool:
 def _projection(curvature: Curvature) -> str | None:
     """Returns the name of the block of the output projection, the layer that computes f up to normalisation.
 
-    Candidates are layers that are as wide as f and have one position per example. The last candidate that is a plain
-    product `x @ W`, as in CLIP's vision towers, takes precedence. If there is no such product and f is an embedding,
-    the last candidate is used.
+    Candidates are layers that are as wide as f and have one position per example, or do not record the number of
+    positions. The last candidate that is a plain product `x @ W`, as in CLIP's vision towers, takes precedence. If
+    there is no such product and f is an embedding, the last candidate that records one position per example is used.
     """
     width, output = curvature.about.function.width, curvature.about.function.output
     candidates = [
@@ -152,7 +152,7 @@ def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curv
     groups = sorted({group for curvature in curvatures for group in groups_of(curvature).values()})
     for group, weight in (weights or {}).items():
         if group not in groups:
-            raise KfacpackError(f"unknown group {group!r}; the groups of the bundles are {', '.join(groups)}")
+            raise KfacpackError(f"unknown group {group!r}; groups of the bundles: {', '.join(groups)}")
         if not 0 <= weight <= MAX_RATE:
             raise KfacpackError(f"the weight of {group!r} is {weight}, expected a number from 0 to {MAX_RATE:g}")
 

@@ -324,7 +324,7 @@ def require_share(keep: float) -> float:
         KfacpackError: If `keep` is not a number greater than 0 and at most 1.
     """
     if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < keep <= 1:
-        raise KfacpackError(f"--keep (keep) {keep}: expected a share of the weights greater than 0 and at most 1")
+        raise KfacpackError(f"--keep (keep) {keep}: expected a share of the weights, greater than 0 and at most 1")
     return keep
 
 
@@ -470,7 +470,7 @@ def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, 
 
 
 def _broadcast(masks: dict[str, Tensor], settings: dict[str, float | str]) -> SparsityMasks:
-    """Sends the masks of the first process to all other processes, because rounding errors may make them differ."""
+    """Sends the masks of the first process to all other processes, because rounding may make the masks differ."""
     bytes_of = {name: mask.to(torch.uint8) for name, mask in masks.items()}
     distributed.broadcast(list(bytes_of.values()))
     return SparsityMasks({name: values.bool() for name, values in bytes_of.items()}, settings)

@@ -82,8 +82,8 @@ def train(
         offload: Whether to keep the factors on the CPU and copy them to the device a few blocks at a time.
         regime: `"linear"` trains the linearised model f + Jτ, `"full"` trains the model itself, `"attention"` trains
             only its attention layers, and `"sparse"` trains only the weights to which f is least sensitive (TaLoS).
-        mask: Bundles of other tasks from which the regime `"sparse"` selects the weights to train. By default, they are
-            selected by a calibration on the task's validation split.
+        mask: Bundles of other tasks from which the regime `"sparse"` selects the weights to train. By default, the
+            weights are selected by a calibration on the task's validation split.
         keep: Share of the weights that the regime `"sparse"` trains. Defaults to 0.1.
         params: Names or patterns of the parameters to train. Defaults to all parameters that the model family does not
             freeze.

@@ -33,7 +33,7 @@ from kfacpack.estimation.tracing import SYNCHRONOUS_DEVICES
 from kfacpack.format.manifest import Base, Source, base_digest
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry, Training
 from kfacpack.models.data_loading import DeferredValues, fingerprint, step_batches
-from kfacpack.models.functional import NOT_FINITE, to_device
+from kfacpack.models.functional import to_device
 from kfacpack.models.heads import CompletionHead, Head, require_several_classes
 from kfacpack.tasks.task import own_classes
 from kfacpack.training.metrics import (
@@ -238,7 +238,7 @@ class Trainer:
 
     @cached_property
     def unpenalised(self) -> tuple[str, ...]:
-        """Trained parameters that no bundle of the curvature penalty covers. Empty if there is no such penalty."""
+        """Names of the trained parameters that no bundle of the penalty covers; () without a curvature penalty."""
         covered = self.regularizer.parameters if self.regularizer else self.regime.parameters
         return tuple(name for name in self.regime.parameters if name not in covered)
 
@@ -434,7 +434,7 @@ class Trainer:
         mean_loss, accuracy = loss / len(numbers), correct / len(numbers)
         has_penalty = self.data_penalty or (self.regularizer and self.regularizer.due(step))
         if failed:
-            raise self._step_error(step, NOT_FINITE, lr_involved=step > 0)
+            raise self._step_error(step, "f contains NaN or Inf", lr_involved=step > 0)
         if not (isfinite(mean_loss) and isfinite(value)):
             problem = f"the loss is {mean_loss:.3g} and the penalty is {value:.3g}"
             raise self._step_error(step, problem, lr_involved=step > 0)

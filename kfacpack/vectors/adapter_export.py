@@ -216,8 +216,8 @@ def _check_bundle(vector: TaskVector, curvature: Curvature) -> None:
         if own[parameter.name] != parameter:
             problem = f"has a different base model than the vector: the parameter {parameter.name!r} differs"
             raise KfacpackError(f"{name}: {problem}. Use a bundle that was estimated for {about.base.name}")
-    if change := function_difference(about.function, curvature.about.function):
-        raise KfacpackError(f"{name}: the bundle and the vector are for different functions f: {change}")
+    if change := function_difference(curvature.about.function, about.function):
+        raise KfacpackError(f"{name}: is for a different function f than the vector: {change}")
 
 
 def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:
@@ -231,7 +231,7 @@ def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:
         try:
             return load_model(f"{prefix}:{base.name}" if prefix else base.name, weights="random").module
         except KfacpackError as error:
-            raise KfacpackError(f"the model {base.name} cannot be built: {error}. {remedy}") from error
+            raise KfacpackError(f"the model {base.name} cannot be built: {str(error).rstrip('.')}. {remedy}") from error
     return model.module if isinstance(model, Model) else model
 
 

@@ -101,14 +101,15 @@ class Adapter:
         right, left = tensors["A"].double().flatten(1), tensors["B"].double().flatten(1)
         if layer.is_embedding or stores_transposed(module):
             left, right = right.T, left.T
-        grouped = getattr(module, "groups", 1) != 1
+        if getattr(module, "groups", 1) != 1:
+            problem = "is a convolution with groups, which is not supported"
+            raise BundleError(self.tensors.name, problem, f"layer {layer.module!r}", _MERGE_FIRST)
         rows, columns = shape[0], 1
         for side in shape[1:]:
             columns *= side
-        if grouped or left.shape[0] != rows or right.shape[1] != columns or left.shape[1] != right.shape[0]:
+        if left.shape[0] != rows or right.shape[1] != columns or left.shape[1] != right.shape[0]:
             actual = " and ".join(str(list(tensors[factor].shape)) for factor in ("A", "B"))
             problem = f"A and B have shapes {actual}, which do not match the base model's weight of shape {list(shape)}"
-            problem += "; layers with groups are not supported" if grouped else ""
             remedy = "The adapter may have been trained for another base model"
             raise BundleError(self.tensors.name, problem, f"layer {layer.module!r}", remedy)
         return (layer.scale * left).float().contiguous(), right.float().contiguous()

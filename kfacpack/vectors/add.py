@@ -211,7 +211,7 @@ def _matched_bundles(
 
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
     if not isinstance(alpha, int | float | Sequence):
-        raise KfacpackError(f"α is a {type(alpha).__name__}, expected a number or a list with one number per vector")
+        raise KfacpackError(f"α: expected a number or a list with one number per vector, got {type(alpha).__name__}")
     numbers = [alpha] * count if isinstance(alpha, int | float) else list(alpha)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
@@ -270,8 +270,9 @@ def refine(
         reg: One or several bundles for the other tasks. They may be merged bundles.
         strength: λ, the factor by which the curvature for the other tasks is multiplied.
         damping: ε, relative to the mean eigenvalue of G_own + λ Σ w_t G_t in each block of parameters.
-        task_weights: "equal" gives each of the other tasks the weight one. "size" gives them weights in proportion to
-            the sizes of their datasets, scaled to a mean of one.
+        task_weights: "equal" gives every task a weight of one. "size" gives the tasks weights in proportion to the
+            sizes of their datasets. The weights of the vector's own tasks and those of the other tasks are scaled
+            separately, each to a mean of one.
         tolerance: Relative residual at which the iterative solver stops in each block.
         iterations: Maximum number of iterations per block.
         on_progress: Called with the number of blocks done and the total number.

@@ -85,8 +85,9 @@ def match_bundles(
         One entry per bundle, in the order of the bundles.
 
     Raises:
-        KfacpackError: If no bundle covers a task of a vector, if no vector contains all tasks of a bundle, if a bundle
-            does not record its task, or if the weights require the size of a dataset that a bundle does not record.
+        KfacpackError: If a vector contains a task for which no bundle was passed, if no vector contains all tasks of a
+            bundle, if a bundle does not record its task, or if the weights require the size of a dataset that a bundle
+            does not record.
         TaskVectorError: If the base model or f of a bundle differs from that of the vectors.
     """
     for item in inputs:
@@ -136,7 +137,7 @@ def check_same_model(vector: TaskVector, item: MergeInput) -> None:
         TaskVectorError: If the bundle was estimated for another base model or another f.
     """
     about, other = vector.about, item.curvature.about
-    if difference := function_difference(about.function, other.function):
+    if difference := function_difference(other.function, about.function):
         raise TaskVectorError(f"{item.name}: the bundle and the vectors are for different functions f: {difference}")
     parameters = {parameter.name: parameter for parameter in other.base.parameters}
     common = [parameter for parameter in about.base.parameters if parameter.name in parameters]
@@ -165,7 +166,7 @@ def _owners(item: MergeInput, vectors: Sequence[TaskVector]) -> tuple[int, ...]:
     if superfluous := [task for task in tasks if task not in known]:
         raise KfacpackError(
             f"{item.name}: no vector contains {superfluous[0]!r}, a task of this bundle; tasks of the vectors: "
-            f"{abbreviate(sorted(known))}. Omit this bundle, or also pass the vector for {superfluous[0]!r}"
+            f"{abbreviate(sorted(known))}. Omit this bundle, or use it with a vector for {superfluous[0]!r}"
         )
     raise KfacpackError(
         f"{item.name}: contains {names}, which are tasks of different vectors. Pass a separate bundle for each vector"

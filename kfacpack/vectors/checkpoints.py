@@ -199,7 +199,7 @@ class WeightsFolder(ABC):
         if len(files) == 1 and (location := self.find(files[0])) is not None:
             return location
         if len(files) > 1:
-            problem = f"has {len(files)} safetensors files and no index: {', '.join(files[:5])}"
+            problem = f"has {len(files)} safetensors files and no index: {abbreviate(files, limit=5)}"
             raise BundleError(self.name, problem, None, "Pass the path of one of these files")
         if pickles := [name for name in others if name.endswith(PICKLES)]:
             problem = f"has no safetensors weights, only {pickles[0]}; other formats are not read"
@@ -213,9 +213,13 @@ class WeightsFolder(ABC):
             raise BundleError(self.name, "does not map each tensor to a file name", f"{index}: weight_map")
         locations = []
         for file in dict.fromkeys(shards.values()):
-            if Path(file).name != file or not file.endswith(".safetensors"):
+            where = f"{index}: weight_map"
+            if not file.endswith(".safetensors"):
                 problem = f"{printable(file)!r} is not the name of a safetensors file"
-                raise BundleError(self.name, problem, f"{index}: weight_map", CONVERT)
+                raise BundleError(self.name, problem, where, CONVERT)
+            if Path(file).name != file:
+                problem = f"{printable(file)!r} is a path, expected the name of a file in the same folder as the index"
+                raise BundleError(self.name, problem, where)
             location = self.find(file)
             if location is None:
                 problem = f"the shard {file}, listed in {index}, is missing"

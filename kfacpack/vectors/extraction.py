@@ -68,7 +68,7 @@ class _Changes:
     rounded: list[str] = field(default_factory=list)
     """Parameters for which the checkpoint has values that the dtype of the base model cannot represent."""
     square: float = 0.0
-    """Squared norm of all changes."""
+    """Squared norm of the differences from the base model, without the changes from LoRA factors."""
     base_square: float = 0.0
     """Squared norm of the compared parameters in the base model."""
 

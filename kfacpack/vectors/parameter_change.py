@@ -5,7 +5,7 @@ scalar as a 1×1 matrix. The factors U (m, r) and V (r, n) are float32 tensors t
 that the change is exactly zero.
 
 With a remainder, θ0 + τ reproduces the fine-tuned parameter θ exactly. τ is the difference θ − θ0 rounded to float32.
-Where |θ| is much smaller than |θ0|, adding τ to θ0 does not give exactly θ. For such elements, a remainder contains the
+Where |θ| is much smaller than |θ0|, adding τ to θ0 may not give exactly θ. For such elements, a remainder contains the
 flat indices in ascending order and the values ρ = (θ − θ0) − τ in float64. Then (θ0 + τ) + ρ, evaluated in float64 and
 rounded once, is exactly θ.
 

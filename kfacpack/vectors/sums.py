@@ -165,7 +165,7 @@ def _check_unshared(one: AboutVector, other: AboutVector, names: str, parameter:
     for key in ("family", "name", "revision"):
         values = getattr(one.base, key), getattr(other.base, key)
         if values[0] != values[1]:
-            mismatch = f"the base models differ in their {key}: {values[0]} and {values[1]}"
+            mismatch = f"the base models differ in their {key}: {values[0] or 'unknown'} and {values[1] or 'unknown'}"
             raise TaskVectorError(f"{difference}, and {mismatch}")
 
 

@@ -44,8 +44,8 @@ Edited = TypeVar("Edited", nn.Module, dict[str, Tensor])
 class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     """A task vector: a mapping from state-dict names to parameter changes in float32.
 
-    Sums and multiples are lazy: `tv[name]` reads the tensor of this name from each addend and sums these tensors. The
-    returned tensors must not be modified. A change may be stored as the factors of a low-rank matrix; see `factors`.
+    Sums and multiples are lazy: `vector[name]` reads the tensor with this name from each addend and sums these tensors.
+    Do not modify the returned tensors. A change may be stored as the factors of a low-rank matrix; see `factors`.
 
     Args:
         tensors: Changes to the parameters in `about.base` that are not in `factors`, by name. They are not copied.
@@ -207,7 +207,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the vector was trained in the linearised model, in which `kp.linearize(model)(x, tv)` uses it."""
+        """Whether the vector was trained in the linearised model; see `kp.linearize`."""
         return self.regime == "linear"
 
     @cached_property
@@ -292,7 +292,8 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         base = self._terms[0][1].about.base.name  # computing `about` for a sum reads all tensors
-        return f"<TaskVector of {base}: {', '.join(self.tasks)}; {len(self)} parameters, {self.regime}>"
+        tasks = ", ".join(self.tasks) or "unknown task"
+        return f"<TaskVector of {base}: {tasks}; regime={self.regime!r}, parameters={len(self)}>"
 
     @cached_property
     def _changes(self) -> SummedChanges:
@@ -385,8 +386,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     def apply(self, model: Edited, *, in_place: bool = False) -> Edited:
         """Returns the model with the vector added to its weights: θ0 + τ.
 
-        A vector of the regime "linear" was trained in the linearised model, in which it can also be used:
-        `kp.linearize(model)(x, tv)`.
+        If the regime is "linear", use `kp.linearize(model)(x, vector)` to evaluate the linearised model for inputs x.
 
         Args:
             model: The base model or its state dict, with its original weights.

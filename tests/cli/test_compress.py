@@ -177,5 +177,7 @@ def test_an_estimate_can_be_compressed_at_once():
     ]
     torch.testing.assert_close(direct.quadratic(tau), kp.compress(full, "block:4+int8").quadratic(tau))
     assert [(loss.step, loss.frobenius) for loss in direct.about.losses] == [("block:4+int8", None)]
-    with refused(kp.KfacpackError, "'svd:4'", "diagonal", "fp16 or bf16"):
-        kp.estimate(model, [x], structure="diagonal", compress="svd:4")
+    for codec in ("svd:4", "int8", "svd:4+fp16"):
+        with refused(kp.KfacpackError, repr(codec), "diagonal", "fp16 or bf16"):
+            kp.estimate(model, [x], structure="diagonal", compress=codec)
+    assert kp.estimate(model, [x], structure="diagonal", compress="fp16").nbytes < full.nbytes

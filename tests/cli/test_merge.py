@@ -59,11 +59,11 @@ def test_json_has_parents_weights_and_errors(paths, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rule", "stack"], ["stack of", "exact"]),
-        (["--rule", "optimal", "--rank", "2"], ["optimal of rank 2 of dtd"]),
+        (["--rule", "stack"], ["stack merge of", "exact"]),
+        (["--rule", "optimal", "--rank", "2"], ["optimal merge (rank 2) of dtd"]),
         (["--weights", "1,1,2"], ["dtd × 0.75, cars × 0.75, svhn × 1.5"]),
-        (["--without", "cars"], ["tak of dtd × 0.5, svhn × 1.5"]),
-        (["--without", "cars", "--without", "dtd"], ["tak of svhn × 1:"]),
+        (["--without", "cars"], ["tak merge of dtd × 0.5, svhn × 1.5"]),
+        (["--without", "cars", "--without", "dtd"], ["tak merge of svhn × 1:"]),
         (["--blocks"], ["bound (TAK paper)", "attn.in_proj_weight[0:2]"]),
     ],
 )

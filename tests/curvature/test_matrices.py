@@ -161,7 +161,7 @@ def test_bad_arguments_are_refused():
         Dense.of(torch.zeros(0, 0))
     with refused(kp.MatrixError, "vector", "[2, 2]"):
         Diagonal.of(torch.zeros(2, 2))
-    with refused(kp.MatrixError, "between 0 and 1", "-0.2"):
+    with refused(kp.MatrixError, "from 0 to 1", "-0.2"):
         Sparse.from_dense(random_psd(4, 0), -0.2)
 
 

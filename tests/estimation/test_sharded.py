@@ -25,8 +25,8 @@ def outputs():
 @pytest.mark.parametrize(
     ("use", "facts"),
     [
-        ("estimate", ("'0.weight'", "[6, 4]", "DTensor", "2 processes")),
-        ("linearize", ("'0.weight'", "[6, 4]", "DTensor", "2 processes")),
+        ("estimate", ("'0.weight'", "[6, 4]", "DTensor", "processes: 2")),
+        ("linearize", ("'0.weight'", "[6, 4]", "DTensor", "processes: 2")),
         ("train", ("'attn.in_proj_weight'", "[12, 4]", "DTensor")),
         ("estimate_task", ("'attn.in_proj_weight'", "[12, 4]", "DTensor")),
         ("wrapped", ("FullyShardedDataParallel",)),

@@ -148,7 +148,7 @@ def test_invalid_alphas_and_vectors_are_refused(model, head, evaluation_set):
         scores(model, head, evaluation_set, vector, [1.0, float("nan")])
     with refused(KfacpackError, "alpha is 0.5", "no task vector"):
         score(model, head, evaluation_set, alpha=0.5)
-    with refused(KfacpackError, "toy, split 'test', examples 0 to 63: f contains NaN"):
+    with refused(KfacpackError, "toy, split 'test', examples 0 to 63: J τ, ", "contains NaN"):
         score(model, head, evaluation_set, vector=random_vector(model, size=float("inf")))
 
 
@@ -157,7 +157,7 @@ def test_overflow_of_outputs_or_logits_is_reported(model, head, evaluation_set):
     _, change = kp.linearize(model).outputs(batch_of(model, evaluation_set), dict(random_vector(model)))
     vector = random_vector(model, size=1e36 / float(change.abs().max()))
     for alpha, wide in ((1000.0, head), (1.0, replace(head, weight=1e3 * head.weight))):
-        with refused(KfacpackError, "toy, split 'test', examples 0 to 63: f contains NaN"):
+        with refused(KfacpackError, "toy, split 'test', examples 0 to 63: the logits contain NaN"):
             scores(model, wide, evaluation_set, vector, [0.0, alpha])
 
 

@@ -203,7 +203,7 @@ class MatrixTensors(ABC):
             MatrixError: Always, unless the component is in a bundle.
             CorruptTensor: If the component is in a bundle. The error names the file and the tensor.
         """
-        raise MatrixError(f"{name!r} {problem}")
+        raise MatrixError(f"component {name!r} {problem}")
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
         """Returns the values at positions `start` to `stop` - 1 of a component, in row-major order."""

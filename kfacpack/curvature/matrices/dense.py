@@ -36,7 +36,7 @@ class DenseOperator(Operator):
         width = aligned(x.shape[-1])
         if width == x.shape[-1] or x.numel() <= _ALIGNED_ELEMENTS or x.device.type != "cpu" or torch.is_grad_enabled():
             return full @ x
-        # A product takes up to 1.3 times as long if the rows of its result, such as 769 elements, are not aligned.
+        # A product takes up to 1.3 times as long if the rows of its result are not aligned (for example, 769 elements).
         out = x.new_empty((*x.shape[:-1], width))[..., : x.shape[-1]]
         product: Tensor = torch.matmul(full, x, out=out)
         return product
@@ -201,13 +201,13 @@ class Dense(Matrix):
             The matrix.
 
         Raises:
-            MatrixError: If `matrix` is not square, not symmetric, or contains NaN or Inf.
+            MatrixError: If `matrix` is not square, not floating-point or not symmetric, or if it contains NaN or Inf.
         """
         side = require_square(matrix)
         if not isfinite(difference := asymmetry(matrix)):
             raise MatrixError("the matrix contains NaN or Inf")
         if difference:
-            # Some kernels sum m[i,j] and m[j,i] in different orders: allow a few rounding errors in the largest value.
+            # Some kernels compute m[i,j] and m[j,i] as sums in different orders, so a few rounding errors are allowed.
             eps = min(torch.finfo(matrix.dtype).eps, torch.finfo(torch.float32).eps)
             if difference > 8 * eps * float(matrix.abs().amax()):
                 problem = f"the matrix is not symmetric: m[i,j] and m[j,i] differ by up to {difference:.3g}"

@@ -34,7 +34,8 @@ _ACCURATE_FRACTION = 0.8
 _FULL_BELOW = 256
 """Matrices with a side length below this value are decomposed in full."""
 _TOLERANCE, _MAX_ITERATIONS = 1e-5, 100
-"""Iteration stops after a step that reduces the squared error by at most this fraction, or after this many steps."""
+"""Iteration stops after a step that reduces the squared error by at most the fraction `_TOLERANCE`, or after
+`_MAX_ITERATIONS` steps."""
 _UNKNOWN_COUNT = 10_000
 """Number of examples over which a matrix is assumed to have been averaged, if the matrix does not record the number."""
 
@@ -108,7 +109,8 @@ class Operator(ABC):
     def blocks(self, side: int) -> tuple[Tensor, ...]:
         """Returns the diagonal blocks of M in order. Outside these blocks, M is zero.
 
-        Each tensor, (k, s, s), contains k consecutive blocks of s rows. Unless overridden, the only block is M itself.
+        Each tensor, (k, s, s), contains k consecutive blocks of s rows. Unless a subclass overrides this method, the
+        only block is M itself.
 
         Args:
             side: Number n of rows and of columns of M.
@@ -415,7 +417,7 @@ class Matrix(ABC):
         largest = data.new_zeros(shape).reshape(-1)
         largest.scatter_reduce_(0, index.reshape(-1), data.abs().reshape(-1), "amax")
         scale = (largest / 127).float()
-        # Divide by the stored float32 scale. Rows that underflow float32 have scale zero and become zero.
+        # Divide by the stored float32 scale. If the scale of a row underflows to zero, its values become zero.
         steps = torch.where(scale[index] > 0, data / scale.double()[index], 0)
         components = InMemoryTensors(
             data=steps.round_().clamp_(-127, 127).to(torch.int8),

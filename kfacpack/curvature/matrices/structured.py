@@ -223,7 +223,7 @@ def spans(side: int, count: int) -> list[tuple[int, int]]:
 
 
 class LowRankOperator(Operator):
-    """An operator for a low-rank matrix M = U diag(w) Uᵀ. It never forms the (n, n) matrix M."""
+    """An operator for a low-rank matrix M = U diag(w) Uᵀ. It computes products without forming the (n, n) matrix M."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns the product M x, computed as U (w · (Uᵀ x))."""
@@ -390,7 +390,7 @@ class Sparse(Matrix):
         """
         side = require_square(matrix)
         if not 0 <= fraction <= 1:
-            raise MatrixError(f"expected the fraction of entries to keep to be between 0 and 1, got {fraction}")
+            raise MatrixError(f"the fraction of entries to keep is {fraction}, expected a number from 0 to 1")
         values = pack(matrix)
         count = min(round(fraction * len(values)), int(values.count_nonzero()))
         kept = _largest(values.abs().to(torch.promote_types(values.dtype, torch.float32)), count)

@@ -150,7 +150,7 @@ class AnswerTexts:
         rows = [self._prompt(text) for text in prompts(columns, task, self._style)]
         labels = self.answer_tokens(task)
         if labels is None:
-            # The answer is the token after the prompt, which is not needed as an input.
+            # The answer is the token after the prompt. This token is not needed as an input.
             return self._padded([self._sequence(row, [0])[:2] for row in rows], included=0)
         batch = self._padded([self._sequence(row, list(tokens)) for row in rows for tokens in labels])
         return {key: tensor.unflatten(0, (len(rows), len(labels))) for key, tensor in batch.items()}
@@ -186,7 +186,7 @@ class AnswerTexts:
             raise KfacpackError(f"{self._model}: an example has an empty {part}{text}; expected at least one token")
         if len(answer) >= self.limit:
             completion = f"the completion of the prompt {self._excerpt(prompt)}"
-            problem = f"{completion} has {len(answer)} tokens, including the end token"
+            problem = f"{completion} has {len(answer)} tokens, including any end token"
             remedy = f"expected at most {self.limit - 1}, to leave room for the prompt. Shorten or remove this example"
             raise KfacpackError(f"{self._model}: {problem}; {remedy}")
         return prompt[-(self.limit - len(answer)) :], answer
@@ -202,7 +202,7 @@ class AnswerTexts:
         Args:
             sequences: For each sequence, the tokens of the prompt and of the answer.
             included: Number of answer tokens to include in the sequences; None includes all of them. The last answer
-                token predicts nothing, but the position before it has to predict this token.
+                token predicts nothing, but it is the target of the position before it.
         """
         rows = [[*prompt, *answer[:included]] for prompt, answer in sequences]
         length = max(map(len, rows), default=0)

@@ -213,8 +213,10 @@ def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePre
     unsupported = [key for key in ("do_resize", "do_rescale") if not config.get(key, True)]
     integers = all(isinstance(side, int) for side in (*sides, *(resize if isinstance(resize, tuple) else (resize,))))
     if unsupported or not integers or sides[0] != sides[1]:
-        actual = f"{unsupported[0]} is false" if unsupported else f"size is {size} and crop_size is {crop}"
-        raise KfacpackError(f"{where}: {actual}; expected a config that resizes images and crops them to a square")
+        cropping = f"crop_size is {crop}" if config.get("do_center_crop", True) else "do_center_crop is false"
+        actual = f"{unsupported[0]} is false" if unsupported else f"size is {size} and {cropping}"
+        expected = "expected a config that resizes images, crops them to a square and rescales pixel values"
+        raise KfacpackError(f"{where}: {actual}; {expected}")
     side = int(sides[0])
     if image_size is None and side != own_size:
         problem = f"produces images of {side}x{side} pixels, but the model expects {own_size}x{own_size} pixels"

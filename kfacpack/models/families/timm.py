@@ -146,8 +146,8 @@ def _build_from_file(name: str, path: Path, pretrained: Any, size: dict[str, Any
     """Builds the model with the weights in a file. timm resamples the position embedding to the image size."""
     import timm
 
-    # The file may have a different classifier, or none. timm would drop it and then ignore every missing key, so the
-    # model is built with the number of classes in the file.
+    # The file may have a different classifier, or none. timm would drop a different classifier and then ignore every
+    # missing key, so the model is built with the number of classes in the file.
     heads = [Container(path).tensors.get(f"{head}.weight") for head in _classifiers(pretrained)]
     classes = next((head.shape[0] for head in heads if head is not None), 0)
     overlay = {"file": str(path), "num_classes": classes, "label_offset": 0, "custom_load": False}

@@ -282,7 +282,7 @@ def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str
             if not isinstance(value, str):
                 where = f"column {printable(column)!r} of the task {task!r}"
                 problem = f"{where} contains a value of type {type(value).__name__}"
-                raise KfacpackError(f"{model} expects texts, but {problem}; use an image model")
+                raise KfacpackError(f"{model} expects texts, but {problem}; correct the data, or use an image model")
     return {column: [example[column] for example in examples] for column in columns}
 
 

@@ -10,8 +10,8 @@ which `merging/solve.py` computes. The methods differ in the choice of G_t:
 - `regmean` (Jin et al., 2023): I ⊗ A_t, where A_t is computed only from the inputs of the layer. As in the paper, the
   off-diagonal entries of A_t are reduced. Blocks without A take the value of the prior.
 - `fisher` (Matena and Raffel, 2022): the diagonal of G_t.
-- `actmat`: I ⊗ W_tᵀ W_t, computed only from the vectors, for parameters with two dimensions. All other parameters take
-  the value of the prior.
+- `actmat`: I ⊗ DᵀD, where D is the matrix of τ_t, not multiplied by α_t, for parameters with two dimensions. No bundle
+  is used. All other parameters take the value of the prior.
 
 The prior W_0 determines the result in directions without curvature. With the prior `sum`, the result in these
 directions is the same as in task arithmetic. In all methods, the result is linear in the α_t.
@@ -199,7 +199,7 @@ class FisherMethod(BlockMethod):
 
 @dataclass(frozen=True)
 class ActMatMethod(BlockMethod):
-    """ACTMat: like RegMean, but with W_tᵀ W_t in place of A, where W_t is a matrix of vector t. It needs no bundles."""
+    """ACTMat: like RegMean, but with WᵀW in place of A, where W is a matrix of the vector. It needs no bundles."""
 
     name = "actmat"
     help = "Like regmean, but uses WᵀW in place of A, where W is a matrix of the vector (ACTMat). Needs no bundles."

@@ -4,8 +4,8 @@ TSV-M (Gargiulo et al., 2025) merges task singular vectors after making them ort
 T tasks, the largest ⌊r / T⌋ singular values of the matrix (at least one) and their singular vectors are kept. The left
 singular vectors of all tasks are concatenated and replaced by the nearest matrix U with orthonormal columns. The right
 singular vectors are likewise replaced by V. The result is U diag(s) Vᵀ, where s contains all singular values that are
-kept. Nothing is averaged: matrices whose singular vectors are orthogonal to each other are added unchanged, and a
-single vector is not changed.
+kept. Nothing is averaged: matrices of rank at most ⌊r / T⌋ whose singular vectors are orthogonal to each other are
+added unchanged, and a single vector is not changed.
 
 The paper multiplies the result by α and finds that α = 1 works well without validation data. As in the authors' code,
 only parameters with two dimensions are treated as matrices. All other parameters (biases, norms, tokens, convolution
