@@ -137,7 +137,7 @@ def test_a_dry_run_needs_neither_weights_nor_a_gpu(command, llama, ordinary, tmp
     ("wrong", "words"),
     [
         (["--stream-folder", "files"], "--stream"),
-        (["--gpu", "A100"], "--stream --dry-run"),
+        (["--gpu", "A100"], "--stream and --dry-run"),
         (["--stream", "--gpu", "A100"], "--dry-run"),
         (["--max-shard-size", "1GB"], ".kfac.index.json"),
     ],

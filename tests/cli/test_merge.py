@@ -30,7 +30,7 @@ def test_merge_reports_the_error(paths, tmp_path):
     result = run("merge", *paths, "-o", tmp_path / "all.kfac")
     assert (result.exit_code, result.stderr) == (0, "")
     report = merge_and_report(paths).report.total
-    assert "tak of dtd × 0.5, cars × 1, svhn × 1.5" in result.stdout
+    assert "tak merge of dtd × 0.5, cars × 1, svhn × 1.5" in result.stdout
     assert f"relative error of G: {report.frobenius:.2g} " in result.stdout
     assert f"the bound from the TAK paper is {report.relative_bound:.2g}" in result.stdout
     kp.merge(paths).save(tmp_path / "python.kfac")

@@ -61,7 +61,7 @@ def test_glyphs_are_in_order():
 def test_missing_and_blank_characters_are_refused():
     assert has_glyph("a", "DejaVuSans")
     assert not has_glyph("\u4e00", "DejaVuSans")
-    with refused(KfacpackError, "DejaVuSans", "'\u4e00'", "no character"):
+    with refused(KfacpackError, "DejaVuSans", "'\u4e00'", "no glyph"):
         render_glyph("\u4e00", "DejaVuSans")
     with refused(KfacpackError, "DejaVuSans", "' '", "blank"):
         render_glyph(" ", "DejaVuSans")

@@ -290,7 +290,7 @@ def test_wrong_inputs_are_refused():
         with pytest.raises(kp.KfacpackError, match=words):
             kp.estimate(model, batches)
     for params in ([], [3]):
-        with refused(kp.KfacpackError, f"params {params}", "at least one"):
+        with refused(kp.KfacpackError, f"params {params}", "one or more"):
             kp.estimate(model, [vectors(5)], params=params)
     with refused(kp.KfacpackError, "two evaluations", "random"):
         # Dropout of three outputs is the same for two examples too often.

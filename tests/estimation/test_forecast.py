@@ -47,7 +47,7 @@ def wide_run(**options):
 )  # fmt: skip
 @pytest.mark.parametrize("structure", ["kronecker", "diagonal"])
 def test_the_forecast_size_is_that_of_the_file(spec, structure, tmp_path):
-    if structure == "diagonal" and spec is not None and ":" in spec:
+    if structure == "diagonal" and spec not in (None, "fp16", "bf16"):
         with refused(kp.KfacpackError, "diagonal"):
             wide_run(compress=spec, structure=structure)
         return
