@@ -260,7 +260,7 @@ def _stage_reporter(rows: StageRows, *, explain: bool) -> StageDisplay:
 
     Args:
         rows: The progress bars.
-        explain: Whether to print the purpose of each kind of stage when the first stage of this kind starts.
+        explain: Whether to print the purpose of each kind of stage when the first stage of that kind starts.
     """
     explained: set[str] = set()
 

@@ -235,7 +235,7 @@ class CurvatureAccumulator:
         for collector in self._collectors:
             steps = graph.find_path(self._parameters[collector.planned.parameter], collector.planned.path)
             if steps is None:
-                problem = "is used differently than in the first batch; models whose operations depend on their input"
+                problem = "is used differently than in the first batch; models with data-dependent control flow"
                 raise KfacpackError(f"parameter {collector.planned.parameter!r} {problem} are not supported")
             collectors[steps[-1].node].append((collector, steps))
         return collectors

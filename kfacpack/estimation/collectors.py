@@ -173,7 +173,7 @@ class KroneckerCollector(Collector):
                 self._collect_inputs(operation.inputs(node), kept, examples)
             elif collected[self.planned.inputs] != identity:
                 problem = "shared its inputs with another block in the first batch, but not in this batch"
-                remedy = "models whose operations depend on their input are not supported"
+                remedy = "models with data-dependent control flow are not supported"
                 raise KfacpackError(f"block {self.planned.name!r} {problem}; {remedy}")
         if self._reduce:
             gradients = sums(gradients.to(self._dtype), layout, examples, kept)
@@ -262,7 +262,7 @@ class VectorCollector(WholeCollector):
                 f"block {self.planned.name!r}: expected a gradient of size {self._G.total.side}, as in the first "
                 f"batch, got size {vectors.shape[1]}"
             )
-            raise KfacpackError(f"{problem}; models whose operations depend on their input are not supported")
+            raise KfacpackError(f"{problem}; models with data-dependent control flow are not supported")
         self._G.add(vectors)
 
 

@@ -394,7 +394,7 @@ def matrix_operation_of(step: GraphStep) -> MatrixOperation:
     operation = MATRIX_OPERATIONS[key]
     if not operation.supports(step.node):
         problem = f"the operation {key[0]!r} is scaled, grouped or batched, but was not in the first batch"
-        raise KfacpackError(f"{problem}; models whose operations depend on their input are not supported")
+        raise KfacpackError(f"{problem}; models with data-dependent control flow are not supported")
     return operation
 
 

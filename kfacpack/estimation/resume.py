@@ -263,7 +263,7 @@ class StreamFiles:
                 tensors = {key: file.get_tensor(key).to(self._device) for key in file.keys()}  # noqa: SIM118
                 return tensors, json.loads(file.metadata()["description"])
         except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
-            problem = f"{path}: this file of an interrupted estimate is missing or damaged ({error})"
+            problem = f"{path}: this file is needed to resume the estimate, but is missing or damaged ({error})"
             raise KfacpackError(
                 f"{problem}. Remove {self.folder} and the partial file beside the output to start over"
             ) from error

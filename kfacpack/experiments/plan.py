@@ -224,7 +224,7 @@ class Plan(PlanSection):
 
         Args:
             name: Name of the plan file.
-            locate: Function that converts the keys and list indices of a setting to a text with the file, line and key.
+            locate: Function that converts the keys and list indices of a setting to "FILE, line N: KEY".
         """
         self._source_name = name
         self._locate = locate

@@ -305,8 +305,8 @@ class Run:
         root: Folder of the run.
         device: Device of the model.
         jobs: Maximum number of processes that compute stages. If None, `default_jobs` determines the number. Fewer
-            processes are used if memory is short. If there are several processes, the constructor may start some of
-            them. The object must then be used as a context manager, which terminates the processes.
+            processes are used if there is not enough memory. If there are several processes, the constructor may start
+            some of them. The object must then be used as a context manager, which terminates the processes.
         threads: Number of threads per stage. If None, `stage_threads` determines the number.
         ray: Address of a Ray cluster that computes the stages (see `RayPool`); None for processes on this machine.
 

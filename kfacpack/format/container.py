@@ -167,7 +167,7 @@ class Container:
             weakref.finalize(self, os.close, self._descriptor)
             if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
                 folder = stat.S_ISDIR(os.fstat(self._descriptor).st_mode)
-                raise BundleError(path, "is a folder, expected a file" if folder else "is not a regular file")
+                raise BundleError(path, "is a folder; expected a file" if folder else "is not a regular file")
             self._state = self._file_state()
             self.nbytes = os.fstat(self._descriptor).st_size
             self.header = _read_header(self.path, self._descriptor, self.nbytes)

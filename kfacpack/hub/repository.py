@@ -167,7 +167,7 @@ def pull(
         The downloaded files.
 
     Raises:
-        KfacpackError: If a target file exists with other content, or `output` is a file where a directory is needed.
+        KfacpackError: If a target file exists with different content, or `output` is a file instead of a folder.
         VerificationError: If a check on a file fails.
         HubError: If the repository cannot be read, or contains neither bundles nor task vectors.
 
@@ -229,7 +229,7 @@ def _copy_to(source: Path, target: Path, *, force: bool) -> None:
     if target.exists() and not force:
         if target.is_file() and digest_of_file(target) == digest_of_file(source):
             return
-        raise KfacpackError(f"{target}: already exists with other content; move it, or set `force` to overwrite it")
+        raise KfacpackError(f"{target}: already exists with different content; move it, or set `force` to overwrite it")
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         source.open("rb") as stream,

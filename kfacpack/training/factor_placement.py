@@ -233,7 +233,10 @@ class FactorPlacement:
 
 
 def _repeated_stacks(batches: Sequence[BlockBatch]) -> list[frozenset[StackKey]]:
-    """Returns the set of stacks that each batch shares with the previous batch. An empty set is added at the end."""
+    """Returns, for each batch, the set of stacks that it shares with the previous batch.
+
+    The set of the first batch is empty. One more empty set follows those of the batches.
+    """
     stacks = [frozenset(batch.stack_keys.values()) for batch in batches]
     return [frozenset(), *(first & second for first, second in pairwise(stacks)), frozenset()]
 
