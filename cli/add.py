@@ -395,7 +395,7 @@ def add(
     and task.
 
     For most methods, memory use does not depend on the number of vectors. The methods tsv, iso-cts and actmat, and
-    methods that use bundles, keep one layer of all vectors and bundles in memory at a time.
+    methods that use bundles, process one layer at a time and keep this layer of every vector and bundle in memory.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import add as add_vectors

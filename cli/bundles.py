@@ -393,7 +393,7 @@ class BlockMergeOutput(MergeErrorsOutput):
 
     name: str
     terms: int
-    """Total number of Kronecker products in this block over all inputs."""
+    """Number of Kronecker products of this block, summed over all inputs."""
     missing: list[str]
     """Inputs that do not contain the block."""
 

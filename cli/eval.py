@@ -171,8 +171,8 @@ def evaluate(
         None,
         "--alpha",
         metavar="α|α,α|FROM:TO:STEP",
-        help="Factor α of the vector: a number, a comma-separated list, or a range that includes its end. "
-        "[default: 1; 0:2:0.1 with --choose; 0:1:0.05 with --control]",
+        help="Factor α of the vector: a number, a comma-separated list, or a range, which includes its end if a step "
+        "reaches it. [default: 1; 0:2:0.1 with --choose; 0:1:0.05 with --control]",
     ),
     individual: list[str] | None = option(
         VECTOR_PANEL,

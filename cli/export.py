@@ -149,8 +149,8 @@ def export(
     parameters form the matrix that the factors act on, how the factors are scaled, and how to apply them.
 
     For a task vector, --lora RANK writes a folder that peft.PeftModel.from_pretrained can apply to the base model. An
-    adapter cannot contain biases, norms, tokens or embeddings. These parameters are listed with their share of the
-    squared norm of the vector.
+    adapter cannot contain biases, norm layers, class tokens or embeddings. If the vector changes such parameters, they
+    are listed with their share of the squared norm of the vector.
     """
     is_vector = VECTOR.manifest in open_container(file).metadata
     check_output(output, [file, *([bundle] if bundle else [])], allow_folder=is_vector)
@@ -244,7 +244,8 @@ def _export_adapter(
 
 def _print_adapter(result: LoraExport) -> None:
     measured = result.metric_error is not None
-    table = plain_table("weight", "method", numbers=("rank", "error", *(("in bundle", "SVD") if measured else ())))
+    errors_in_metric = ("metric error", "metric error of SVD") if measured else ()
+    table = plain_table("weight", "method", numbers=("rank", "error", *errors_in_metric))
     for matrix in result.matrices:
         errors = (matrix.metric_error, matrix.svd_metric_error) if measured else ()
         cells = [percent(matrix.error), *map(percent, errors)]
@@ -258,7 +259,7 @@ def _print_adapter(result: LoraExport) -> None:
         share = f"{percent(sum(parameter.share for parameter in result.lost))} of the vector's squared norm"
         if measured:
             # Each share is computed for one parameter alone, so the shares may add up to more than 100%.
-            share += f" and {percent(sum(parameter.metric_share or 0.0 for parameter in result.lost))} of its drift"
+            share += f" and {percent(sum(parameter.metric_share or 0.0 for parameter in result.lost))} of τᵀGτ"
         names = ", ".join(f"{parameter.parameter} ({parameter.reason})" for parameter in result.lost[:LOST_SHOWN])
         more = f" and {len(result.lost) - LOST_SHOWN} more" if len(result.lost) > LOST_SHOWN else ""
         print_line(f"lost parameters: {len(result.lost)}, with {share}: {names}{more}")

@@ -249,7 +249,7 @@ def pull(
     output: Path | None = output_option("DIR|FILE", None, "Output folder or file. [default: the current folder]"),
     force: bool = option(RUN_PANEL, False, "--force", help="Overwrite local files that differ from those on the Hub."),
     listing: bool = option(
-        RUN_PANEL, False, "--list", help="List the files of the repository without downloading them."
+        RUN_PANEL, False, "--list", help="List the bundles and task vectors of the repository without downloading them."
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,

@@ -465,5 +465,5 @@ def _print_result(result: Verification, model: str | None, quiet: bool) -> None:
 
 
 def _count(check: CheckResult) -> str:
-    exempt = f"; {check.exempt} not required" if check.exempt else ""
+    exempt = f"; {check.exempt} not checked" if check.exempt else ""
     return f"{check.name} ({check.checked}{exempt})"

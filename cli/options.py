@@ -168,8 +168,9 @@ JOBS = option(
     "--jobs",
     min=1,
     metavar="N",
-    help="Maximum number of processes that compute independent stages. Fewer are started if there is not enough memory. "
-    "[default: with CUDA, one per GPU; on a CPU, the number of cores divided by --threads; on other devices, 1]",
+    help="Maximum number of processes that compute independent stages. Fewer are started if there is not enough "
+    "memory. [default: with CUDA, one per GPU; on a CPU, the number of cores divided by --threads; on other devices, "
+    "1]",
 )
 THREADS = option(
     RUN_PANEL,

@@ -38,7 +38,7 @@ class SheetOutput(TypedDict):
 
 
 class TaskOutput(TypedDict):
-    """Output of `kfacpack tasks TASK --json` for an embedded task or a task with `--data`."""
+    """Output of `kfacpack tasks TASK --json` for an embedded task, or for any task with `--data` or `--sheet`."""
 
     name: str
     classes: list[str] | None
@@ -54,7 +54,7 @@ class TaskOutput(TypedDict):
 
 
 class PublishedTaskOutput(TypedDict):
-    """Output of `kfacpack tasks TASK --json` for a task on the Hub, whose data is not downloaded."""
+    """Output of `kfacpack tasks TASK --json` for a task on the Hub without `--data` or `--sheet`."""
 
     name: str
     repository: str
@@ -104,7 +104,7 @@ def tasks(
 ) -> None:
     """List the tasks, show one task, or draw the images of a task.
 
-    For tasks on the Hub, nothing is downloaded unless --data, --columns or --sheet is passed.
+    For tasks on the Hub, nothing is downloaded unless --data or --sheet is passed.
     """
     from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 

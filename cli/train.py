@@ -191,7 +191,7 @@ def train(
         help="Number of passes over the training examples, instead of --steps.",
     ),
     batch_size: int = option(
-        TRAINING_PANEL, 32, "--batch-size", min=1, help="Total number of examples per step over all processes."
+        TRAINING_PANEL, 32, "--batch-size", min=1, help="Total number of examples per step, across all processes."
     ),
     micro_batch_size: int | None = option(
         TRAINING_PANEL,

@@ -1,4 +1,4 @@
-"""The commands `kfacpack extract`, `kfacpack refine` and `kfacpack negate`, which write a single task vector."""
+"""`kfacpack extract`: writes the task vector of a checkpoint. `kfacpack refine`, `kfacpack negate`: modify a vector."""
 
 from __future__ import annotations
 

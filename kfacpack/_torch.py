@@ -34,7 +34,7 @@ _NODE_SUFFIX = "Backward0"
 RESHAPING_OPERATIONS = frozenset(
     ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "ToCopy", "Alias")
 )
-"""Names (see `operation_name`) of operations that only rearrange or cast a tensor."""
+"""Names (see `operation_name`) of operations that only rearrange or cast the elements of a tensor."""
 
 VIEW_OPERATIONS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Alias"))
 """Names of operations that change the shape of a tensor and keep the order of its elements."""
@@ -71,7 +71,7 @@ def saved(node: Node, name: str) -> Any:
         name: Name of the argument in torch's `derivatives.yaml`: `mat1`, `other`, `alpha`, ...
 
     Raises:
-        KfacpackError: If the operation has no such attribute, for example because torch saves different arguments.
+        KfacpackError: If the value is not saved, for example because this version of torch saves other arguments.
     """
     try:
         return getattr(node, f"_saved_{name}")

@@ -25,7 +25,7 @@ class KfacpackError(Exception):
 
 
 class MatrixError(KfacpackError, ValueError):
-    """Raised for tensors that cannot form a curvature matrix, for example because they are not symmetric.
+    """Raised for tensors or arguments from which no curvature matrix can be built, such as a tensor that is not square.
 
     Example:
         >>> try:
@@ -36,7 +36,7 @@ class MatrixError(KfacpackError, ValueError):
 
 
 class TaskVectorError(KfacpackError, ValueError):
-    """Raised for a task vector whose parameter names or shapes do not match the curvature that it is used with.
+    """Raised for an invalid task vector, or one that does not match the model, bundles or vectors it is used with.
 
     Example:
         >>> try:
@@ -92,7 +92,7 @@ class SubtractionError(KfacpackError):
 
 
 class NotFiniteError(KfacpackError):
-    """Raised when the model's output f contains NaN or Inf."""
+    """Raised when an output of the model, such as f or the logits, contains NaN or Inf."""
 
 
 class HubError(KfacpackError):

@@ -1,7 +1,8 @@
-"""Chooses one codec per matrix so that the total error is minimal within a given number of bytes.
+"""Chooses one codec per matrix so that the total error is small and the size is at most a given number of bytes.
 
-The matrices B of all terms of a block form a *group* and share one codec, because their error depends on all of them
-jointly. The same is true of the matrices A. In the curvature of a single task, every matrix is a group of its own. An
+The matrices B of all terms of a block are one *side* of the block, and the matrices A are the other. The matrices of a
+side share one codec, because their error depends on all of them jointly. They form a *group*, together with all other
+sides that contain one of these matrices. In the curvature of a single task, every matrix is a group of its own. An
 *option* is the result of one codec for a group. `Candidates` contains the sizes and errors of all options, and
 `BudgetSearch` chooses one option for each group.
 
@@ -10,8 +11,9 @@ vectors:
 
 - Random task vectors, τ ~ N(0, I): E[(τᵀ (G − G') τ)²] = 2 ‖G − G'‖² + (tr(G − G'))². Low-rank codecs have large
   errors here: the eigenvalues that they drop are not negative, so the lost traces of the blocks add up.
-- Task vectors along the curvature, as training produces them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Block
-  codecs have large errors here, because they drop the large part of G that is outside the diagonal blocks.
+- Task vectors that lie mostly in directions of large curvature, as training produces them, τ ~ N(0, G):
+  E[τᵀ (G − G') τ] = <G − G', G>. Its absolute value is called the error *along the curvature*. Block codecs have large
+  errors here, because they drop the large part of G that is outside the diagonal blocks.
 
 A *single-codec choice* uses the same codec for all matrices. The search compares each choice with all single-codec
 choices, and prefers choices that satisfy two conditions. The error on random τ must be smaller, by a margin, than that
@@ -296,7 +298,7 @@ class BudgetSearch:
 
         Args:
             limit: Maximum size of the matrices in bytes.
-            single: Choices that use one codec for all matrices. They are considered regardless of their size.
+            single: Choices that use one codec for all matrices. They are candidates even if they exceed the limit.
 
         Returns:
             The best choice, or None if the limit is exceeded even with the smallest option of every group.

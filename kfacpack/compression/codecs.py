@@ -52,7 +52,7 @@ class Codec(ABC):
     """A lossy compression step for one matrix."""
 
     name: ClassVar[str]
-    """Name of the codec in a spec."""
+    """Name of the codec in a spec such as "block:8"."""
     usage: ClassVar[str]
     """Syntax for help and error messages, such as block:K."""
     structural: ClassVar[bool]

@@ -51,7 +51,7 @@ _PANEL = 2**18
 
 @dataclass(frozen=True)
 class Moments:
-    """Norms and traces of a curvature or block G and of its error G − G', where G' is the compressed G.
+    """Squared norms and traces of a curvature or block G and of its error G − G', where G' is the compressed G.
 
     The moments of a curvature are the sums of the moments of its blocks.
     """

@@ -72,7 +72,7 @@ def make_digits() -> ImageSplits:
 
 def read_digits_table(text: bytes, columns: int) -> NDArray[np.uint8]:
     """Parses comma-separated integers below 256 into an array of shape (rows, columns)."""
-    # Before numpy 2.3, np.fromstring only warns about text that is not a number.
+    # np.fromstring is not used: before numpy 2.3, it only warns about text that is not a number.
     return np.loadtxt(BytesIO(text), dtype=np.uint8, delimiter=",", encoding="ascii").reshape(-1, columns)
 
 

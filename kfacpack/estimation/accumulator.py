@@ -206,7 +206,7 @@ class CurvatureAccumulator:
         leaf = None if inputs is None else graph.leaf(inputs.tensor)
         nodes = {*collectors} if leaf is None else {*collectors, leaf}
         sinks = graph.sinks(nodes)
-        # Collectors that run after the backward pass call operations of the graph, so the graph must be retained.
+        # Collectors that run after the backward pass call backward functions of the graph, which must be retained.
         retain = any(
             not collector.immediate
             for node, at_node in collectors.items()
@@ -301,7 +301,7 @@ class CurvatureAccumulator:
         return {parameter for block in self.plan.blocks for parameter in block.parameters}
 
     def forecasts(self, chain: CodecChain) -> tuple[BlockForecast, ...]:
-        """Returns the structure of every block and its size in the bundle.
+        """Returns a forecast of the structure and size of every block.
 
         Args:
             chain: Codecs that compress the result.

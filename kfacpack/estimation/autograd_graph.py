@@ -56,7 +56,7 @@ class GraphStep(NamedTuple):
 
 @dataclass(frozen=True)
 class UsagePath:
-    """Path from a parameter to its operation, described so that it can be identified in the graph of another batch."""
+    """Description of the path from a parameter to an operation. It identifies the path in the graph of any batch."""
 
     ends: frozenset[tuple[str, int]]
     """Pairs of a name and a slot (index of an input) that identify the operation. A matrix product has several pairs,
@@ -64,7 +64,7 @@ class UsagePath:
     length: int | None
     """Number of steps; None if the number depends on the memory layout."""
     parts: tuple[int, ...]
-    """Index of the part that the path uses, for each operation that splits a tensor."""
+    """For each operation that splits or slices a tensor, the index of the part or the start of the slice."""
     count: int
     """Number of paths from the parameter to operations that use it."""
 
@@ -103,7 +103,7 @@ class AutogradGraph:
                     stack.append(child)
 
     def uses(self, parameter: Tensor) -> bool:
-        """Returns whether f was computed from a parameter."""
+        """Returns whether f was computed from the given parameter."""
         return id(parameter) in self._leaves
 
     def leaf(self, tensor: Tensor) -> Node | None:
@@ -151,7 +151,7 @@ class AutogradGraph:
                 yield from self._paths_from(step.node, longer, ends)
 
     def find_path(self, parameter: Tensor, path: UsagePath) -> GraphSteps | None:
-        """Finds the operation of this graph that a path describes.
+        """Finds the path in this graph that a `UsagePath` describes.
 
         Returns:
             The steps from the parameter to the operation; None if there is not exactly one such path, or if
@@ -252,7 +252,11 @@ def last_operation(steps: GraphSteps) -> tuple[str, int]:
 
 
 def selected_outputs(steps: GraphSteps) -> tuple[int, ...]:
-    """Returns the index of the part that a path uses, for each operation that splits a tensor."""
+    """Returns which parts of tensors a path uses.
+
+    Returns:
+        For each operation that splits or slices a tensor, the index of the part, or the start of the slice.
+    """
     parts: list[int] = []
     for before, after in pairwise(steps):
         if output_count(before.node) > 1:

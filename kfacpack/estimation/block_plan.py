@@ -67,7 +67,7 @@ class ParamUsage:
         return self.steps[-1].node
 
     def marked(self) -> tuple[Tensor, Tensor]:
-        """Returns two tensors of marks: one in the shape of the operand, and one in the shape of the parameter.
+        """Returns two tensors of marks: one with the shape of the operand, and one with the shape of the parameter.
 
         In the second tensor, each element of the parameter has the same mark as the element of the operand that was
         computed from it, or zero if there is no such element. The marks are small positive integers, which every float

@@ -132,7 +132,7 @@ class Collector(ABC):
 
 
 class KroneckerCollector(Collector):
-    """Collects the Kronecker factors A and B of the matrix of a product.
+    """Collects the Kronecker factors A and B for a parameter that is used as a matrix in a product.
 
     Args:
         planned: The planned block.
@@ -203,7 +203,7 @@ class KroneckerCollector(Collector):
         return {"B": self._B, "A": self._A}
 
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
-        """Returns the structure of a block whose matrix is the Kronecker product B ⊗ A."""
+        """Returns the structure of a block whose G is the Kronecker product B ⊗ A."""
         return Kronecker.of(matrices["B"], matrices["A"])
 
 
@@ -267,7 +267,7 @@ class VectorCollector(WholeCollector):
 
 
 class DiagonalRowCollector(WholeCollector):
-    """Collects the diagonal of G for the matrix of a product.
+    """Collects the diagonal of G for a parameter that is used as a matrix in a product.
 
     Each example contributes the elementwise square of its gradient Σ g aᵀ. The sum is over the positions of the
     example; a is the input and g is the output gradient of the operation.

@@ -111,7 +111,7 @@ def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], obje
     on_device = dist.get_backend() == "nccl"
     for bucket in _buckets(tensors):
         flat = bucket[0] if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])
-        # Gloo supports CPU tensors only, so tensors on a device without NCCL are copied to the CPU and back.
+        # NCCL needs tensors on a GPU. Gloo does not support all devices, so its tensors are copied to the CPU and back.
         buffer = flat.cuda() if on_device else flat.cpu()
         with _report_lost_process():
             communicate(buffer)

@@ -22,9 +22,10 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.schema import triangle_length, widest_block
 
 TILE, STRIP = 768, 192
-"""Number of rows of the tiles into which a triangle is divided, and of the strips into which tiles on the diagonal are
-divided. A few percent of the elements above the diagonal are computed as well, but the products are large enough to be
-fast. The columns of each tile are first copied to contiguous memory, because products of strided columns are slow."""
+"""Maximum number of rows of the tiles into which a triangle is divided, and approximate number of rows of the strips
+into which tiles on the diagonal are divided. Some elements above the diagonal are computed as well, but the products
+are large enough to be fast. The columns of each tile are first copied to contiguous memory, because products of strided
+columns are slow."""
 
 
 class RunningSum(ABC):
@@ -268,7 +269,7 @@ class CountSum(DiagonalSum):
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
         """Adds one-hot rows, given as indices, (P,)."""
-        # bincount and rows[rows >= 0] are not used, because both wait for a GPU. Index -1 is counted in element 0.
+        # bincount and rows[rows >= 0] are not used, because both synchronise with a GPU. Element 0 counts index -1.
         indices = rows.to(torch.int64).clamp(min=-1) + 1
         counts = torch.zeros(self.side + 1, dtype=torch.int64, device=rows.device)
         self._add(counts.scatter_add_(0, indices, torch.ones_like(indices))[1:])

@@ -136,8 +136,8 @@ GPUS = (
 )
 """GPUs whose names `find_gpu` accepts."""
 EFFICIENCY = 0.17
-"""Assumed ratio of a GPU's actual speed to its published speed. With this ratio, a linearised training step of ViT-B/32
-with 128 examples takes 0.1 s on an A100."""
+"""Assumed ratio of a GPU's actual speed to its published speed. With this ratio, the time computed for a linearised
+training step of ViT-B/32 with 128 examples on an A100 is 0.1 s."""
 DISK_SPEED = 1e9
 """Assumed read and write speed of the disk in bytes per second."""
 

@@ -393,7 +393,7 @@ def matrix_operation_of(step: GraphStep) -> MatrixOperation:
     key = last_operation((step,))
     operation = MATRIX_OPERATIONS[key]
     if not operation.supports(step.node):
-        problem = f"the operation {key[0]!r} is scaled, grouped or batched, but was not in the first batch"
+        problem = f"the operation {key[0]!r} is scaled, grouped or batched in this batch, but not in the first one"
         raise KfacpackError(f"{problem}; models with data-dependent control flow are not supported")
     return operation
 

@@ -202,7 +202,7 @@ class EstimateOptions:
     metric: Metric = "l2"
 
     def __post_init__(self) -> None:
-        chain, _ = self.chain, self.probes  # both check their options
+        chain, _ = self.chain, self.probes  # both properties check options
         if self.sharing not in ("expand", "reduce"):
             raise KfacpackError(f"sharing {self.sharing!r}: expected 'expand' or 'reduce'")
         if self.structure not in ("kronecker", "diagonal"):

@@ -340,7 +340,7 @@ class StreamedEstimate:
         return steps
 
     def _advance(self, batch: int) -> None:
-        """Reports progress after a batch, and raises `Interrupted` if a stop was requested."""
+        """Reports progress, converted to a number of examples, and raises `Interrupted` if a stop was requested."""
         self._units += len(self.numbers[batch])
         self.on_progress(self._units * self._total // self._all_units, self._total)
         if self.stopped():

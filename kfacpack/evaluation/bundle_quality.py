@@ -3,7 +3,7 @@
 The drift is the mean squared change in f that a vector τ causes on the examples of a task, E ‖J(x) τ‖². If G
 were exactly the mean of JᵀJ over the examples, the drift would be equal to τᵀ G τ. A bundle only approximates this
 mean: it omits the terms between different blocks, and replaces most blocks by Kronecker products. If only the
-parameters of a single block change, the predicted and the measured drift differ only because of the Kronecker products.
+parameters of a single block change, the omitted terms have no effect on the drift.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _block_change(
             U = U[piece.rows[0] : piece.rows[1]]
         if piece.view == "transposed":
             U, V = V.T, U.T
-        if (len(U), V.shape[1]) != (height, width):  # a parameter with several dimensions as a single column
+        if (len(U), V.shape[1]) != (height, width):  # a parameter with several dimensions, joined as a single column
             return gather(vector, join, shapes).cpu(), None
         top, below = piece.at
         left.append(torch.nn.functional.pad(U, (0, 0, top, join.rows - top - height)))
@@ -397,8 +397,9 @@ def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, tota
 
     Returns:
         `{"blocks": [{"name", "side", "size", "trace", "effective_rank", "eigenvalues", "ranks"}]}`, with one entry per
-        matrix. "name" is the name of the block, "side" is "A", "B" or "G", "size" is the number of rows, and "ranks"
-        contains the rank of each listed eigenvalue.
+        matrix. "name" is the name of the block, followed by "(term 1)", "(term 2)" and so on if the block has several
+        terms. "side" is "A", "B" or "G", "size" is the number of rows, and "ranks" contains the rank of each listed
+        eigenvalue.
 
     Example:
         >>> for block in kp.spectra(kp.load("digits.kfac"))["blocks"]:

@@ -59,7 +59,8 @@ def disentanglement(
     """Computes the disentanglement error of two vectors over a grid of coefficients.
 
     In the linear regime, each example is processed once for the whole grid. In other regimes, or if the head of a task
-    scores answers that consist of several tokens, each example is processed once per pair of coefficients.
+    scores answers that consist of several tokens, each example is processed separately for each pair of
+    coefficients.
 
     Args:
         model: The base model.

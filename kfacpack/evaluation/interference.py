@@ -67,7 +67,7 @@ class InterferenceTask(TypedDict):
     tasks: list[str]
     """Tasks that the bundle contains."""
     own: float | None
-    """Predicted drift of the task's own vector; null if this vector was not passed, or the bundle has other tasks."""
+    """Predicted drift of the task's own vector; null if this vector was not passed or the bundle has several tasks."""
     others: float
     """Sum of the drifts that the vectors of other tasks are predicted to cause on this task."""
     relative: float | None
@@ -197,7 +197,7 @@ def merged_tasks(bundle: Curvature) -> tuple[str, ...]:
 
 
 def spearman(first: Tensor, second: Tensor) -> float | None:
-    """Returns Spearman's rank correlation of two lists of numbers. Equal numbers have the mean of their ranks.
+    """Returns Spearman's rank correlation of two lists of numbers. Tied numbers are assigned the mean of their ranks.
 
     Args:
         first: Numbers, (n,).
@@ -217,7 +217,7 @@ def _rank_correlation(pairs: Sequence[InterferencePair], key: Literal["predicted
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """Returns the ranks of numbers, counted from 1, in float64. Equal numbers have the mean of their ranks."""
+    """Returns the ranks of numbers, counted from 1, in float64. Tied numbers are assigned the mean of their ranks."""
     ordered = values.double().sort().values
     below = torch.searchsorted(ordered, values.double(), right=False)
     not_above = torch.searchsorted(ordered, values.double(), right=True)

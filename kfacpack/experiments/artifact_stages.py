@@ -236,7 +236,7 @@ class MergeStage(BundleStage):
     def error(self) -> float | None:
         """Returns the relative error of the merged curvature, or None if the error was not measured.
 
-        The error is the difference from the exact sum of the curvatures, relative to this sum.
+        The error is measured in the Frobenius norm, relative to the exact sum of the curvatures.
         """
         return RULES[self.rule](self.rank).error_in(Bundle(self.path).manifest.losses)
 

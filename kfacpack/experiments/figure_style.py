@@ -48,7 +48,7 @@ class Theme:
     """Colours of the data series, in order."""
 
 
-# The colour-blind-safe palette of Okabe and Ito. Colours are darker on white and lighter on black, in the same order.
+# Based on the colour-blind-safe palette of Okabe and Ito: darkened for the light theme, lightened for the dark theme.
 THEMES = {
     "light": Theme(
         paper="#ffffff",

@@ -27,7 +27,7 @@ class BaseAccuracyStage(MeasurementStage):
     """Measures the accuracy of the base model on one task."""
 
     kind: ClassVar[str] = "scores"
-    purpose: ClassVar[str] = "accuracy on the test examples"
+    purpose: ClassVar[str] = "accuracy on the test or validation examples"
 
     task: str
 
@@ -37,7 +37,7 @@ class BaseAccuracyStage(MeasurementStage):
         return f"{self.task}.base"
 
     def settings(self) -> dict[str, Any]:
-        """Returns the kind of head, the test examples, and the training examples, from which heads may be computed."""
+        """Returns the settings that determine the result. Heads may be computed from the training examples."""
         plan = self.context.plan
         return {"what": "base", "head": plan.model.head, **evaluation_settings(self, [self.task], ["test", "train"])}
 
@@ -77,7 +77,7 @@ class SweepStage(MeasurementStage):
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the values of α, the examples and, if the vector file contains no head, the kind of head."""
+        """Returns the settings that determine the result, with the kind of head if the vector file contains no head."""
         head = {} if self.vector.has_head else {"head": self.context.plan.model.head}
         splits = [self.split, *(["train"] if head else [])]
         return {
@@ -149,7 +149,7 @@ class NegationStage(MeasurementStage):
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the control task, the share of its accuracy to keep, the values of α, the head and the examples."""
+        """Returns the settings that determine the result."""
         tasks = [self.vector.task, self.control]
         return {
             "control": self.control,
@@ -252,7 +252,7 @@ class AnalysisStage(MeasurementStage):
         return [vector.task for vector in self.vectors]
 
     def settings(self) -> dict[str, Any]:
-        """Returns the name of the measurement and the examples."""
+        """Returns the settings that determine the result."""
         return {"what": self.measurement, **evaluation_settings(self, self.tasks, ["test"]), "some": self.examples}
 
     def cost(self) -> float:
@@ -289,7 +289,7 @@ class DisentanglementStage(AnalysisStage):
         return f"{self.measurement}.{'-'.join(self.tasks)}.{self.vectors[0].variant}"
 
     def settings(self) -> dict[str, Any]:
-        """Returns the name of the measurement, the examples and the values of α."""
+        """Returns the settings that determine the result."""
         return {**super().settings(), "alphas": list(self.alphas)}
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class DriftStage(AnalysisStage):
         return (*self.vectors, *self.bundles)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the name of the measurement, the examples, and the number of examples used for single layers."""
+        """Returns the settings that determine the result."""
         return {**super().settings(), "layer_examples": self.layer_examples}
 
     def cost(self) -> float:

@@ -1,4 +1,4 @@
-"""The contents of a plan: the model, the tasks, the training variants to compare (arms) and the measurements.
+"""The contents of a plan: the model, the tasks, the ways of obtaining task vectors (arms) and the measurements.
 
 `kfacpack.experiments.plan_sections` defines the sections, and `kfacpack.experiments.plan_file` reads the YAML file.
 """
@@ -42,7 +42,7 @@ class Plan(PlanSection):
     model: ModelSection = ModelSection()
     tasks: Annotated[tuple[TaskSection, ...], Field(min_length=2)]
     references: tuple[TaskSection, ...] = ()
-    """Additional tasks without vectors, such as the control task for negation or tasks that are protected."""
+    """Additional tasks without vectors, such as a control task for negation, or tasks on which drift is penalised."""
     seeds: Annotated[tuple[SeedNumber, ...], Field(min_length=1)] = (0,)
     curvature: CurvatureSection = CurvatureSection()
     training: TrainingSection = TrainingSection()
@@ -117,7 +117,7 @@ class Plan(PlanSection):
         for number, name in enumerate(names):
             if other := next((earlier for earlier in names[:number] if share_classes(earlier, name)), None):
                 problem = f"{name!r} and {other!r} have classes in common, which would be counted twice"
-                return ("tasks", number), f"{problem}. Use splits without common classes, or only the whole task"
+                return ("tasks", number), f"{problem}. Use class splits without common classes, or only the whole task"
         for number, arm in enumerate(evaluation.in_depth or ()):
             if arm not in self.arms:
                 return (
@@ -277,7 +277,7 @@ class Plan(PlanSection):
 
 
 def _mismatch(tasks: list[str], vectors: Mapping[str, str] | None) -> str | None:
-    """Describes how the checkpoints of an arm differ from the tasks of the plan, or returns None if they match."""
+    """Describes the first task without a checkpoint or checkpoint without a task, or returns None if there is none."""
     if vectors is None:
         return None
     for task in tasks:

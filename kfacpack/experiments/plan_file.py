@@ -27,7 +27,7 @@ _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "t
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML loader that, unlike YAML 1.1, reads dates, base-60 numbers (`1:30`) and booleans such as `no` as text."""
+    """YAML loader that reads dates, base-60 numbers (`1:30`), `yes` and `no` as strings, contrary to YAML 1.1."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the name and type are PyYAML's
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
@@ -153,7 +153,8 @@ def parse(text: str, name: str) -> Plan:
         The validated plan.
 
     Raises:
-        KfacpackError: If the text is not a valid plan; the message starts with the file, the line and the key.
+        KfacpackError: If the text is not a valid plan; the message starts with the file and, if they are known,
+            the line and the key.
     """
     lines: dict[KeyPath, int] = {}
     with _convert_yaml_errors(name):
@@ -166,7 +167,7 @@ def parse(text: str, name: str) -> Plan:
         content.pop(_SCALES, None)
 
     def locate(key_path: KeyPath) -> str:
-        """Returns a location as text: file, line and key. A key that is not in the file has the line of its parent."""
+        """Formats a location as file, line and key. For a key that is not in the file, uses the line of its parent."""
         present = key_path
         while present not in lines:
             present = present[:-1]
@@ -218,7 +219,7 @@ def _key_lines(node: yaml.Node, key_path: KeyPath, lines: dict[KeyPath, int], na
 
 
 def _with_text_keys(value: Any) -> Any:
-    """Converts the keys of all mappings to text, because YAML reads a key such as `1:` as a number."""
+    """Converts the keys of all mappings to strings, because YAML reads a key such as `1:` as a number."""
     if isinstance(value, dict):
         return {str(key): _with_text_keys(entry) for key, entry in value.items()}
     return [_with_text_keys(entry) for entry in value] if isinstance(value, list) else value

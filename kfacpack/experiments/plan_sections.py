@@ -31,7 +31,7 @@ ShortText = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 def _refuse_bool(value: Any) -> Any:
-    """Converts booleans to text, so that numeric fields reject them: in Python, `True` is also the integer 1."""
+    """Converts booleans to strings, so that numeric fields reject them: in Python, `True` is also the integer 1."""
     return str(value) if isinstance(value, bool) else value
 
 
@@ -71,7 +71,7 @@ class TaskSection(PlanSection):
 
     name: ShortText
     data: ShortText | None = None
-    """Folder with the data, or `hf://datasets/…`; None for a registered task."""
+    """Folder with the data, or `hf://datasets/…`. Defaults to the data of the registered task with this name."""
     columns: ShortText | None = None
     """Roles of the columns in the data, in the syntax of `--columns`."""
 
@@ -164,9 +164,9 @@ class TrainingSection(PlanSection):
 
     @property
     def key(self) -> dict[str, Any]:
-        """The settings that determine a vector.
+        """The settings that determine the trained vector.
 
-        Settings that were introduced in later versions of kfacpack are omitted if they have their default values.
+        Settings that older versions of kfacpack do not have are omitted if they have their default values.
         """
         added = ("compile", "clip", "keep", "mask")
         defaults = {name: TrainingSection.model_fields[name].default for name in added}
@@ -236,7 +236,8 @@ class ArmSection(PlanSection):
             raise ValueError(f"rank requires 'rule: optimal', got 'rule: {self.rule}'")
         if self.preset and self.strength is None:
             raise ValueError(
-                "preset requires strength; set strength to the λ in the TAK paper for the model, e.g. 100 for ViT-B/32"
+                "preset requires strength; set strength to the λ that the TAK paper uses for the model, "
+                "e.g. 100 for ViT-B/32"
             )
         if self.compress and self.budget:
             raise ValueError("expected either compress or budget, got both")

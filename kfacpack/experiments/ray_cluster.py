@@ -96,7 +96,7 @@ class StageActor:
             *contents: Contents of these files.
 
         Returns:
-            The message for the scheduler, the texts of the warnings, and the contents of the stage's files by path.
+            The message for the scheduler, the warnings as strings, and the contents of the stage's files by path.
         """
         import torch
 

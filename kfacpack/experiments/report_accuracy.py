@@ -317,7 +317,7 @@ def over_alpha(results: Results) -> Section | None:
         figure="sweep",
         data={name: sweep.model_dump(mode="json") for name, sweep in sweeps.items()},
         options={"references": levels},
-        alt=f"Line chart of mean accuracy over α, one line for each of {_listed(list(sweeps))}.",
+        alt=f"Line chart of mean accuracy against α, one line for each of {_listed(list(sweeps))}.",
         caption="Mean accuracy over all tasks if the sum of the vectors is scaled by α."
         if first == "sum" and not several
         else f"Mean accuracy over all tasks if the merged vector (method: {first}) is scaled by α.",
@@ -328,7 +328,7 @@ def over_alpha(results: Results) -> Section | None:
             figure="sweep",
             data={label: curve.model_dump(mode="json") for label, curve in curves.items()},
             options={"references": {"base model": results.base.mean}},
-            alt=f"Line chart of mean accuracy over α for arm {arm}, one line for each of {_listed(list(curves))}.",
+            alt=f"Line chart of mean accuracy against α for arm {arm}, one line for each of {_listed(list(curves))}.",
             caption=f"{arm}: mean accuracy over all tasks when the merged vector is scaled by α, by merge method.",
         )
         for number, (arm, curves) in enumerate(by_method.items(), start=1)

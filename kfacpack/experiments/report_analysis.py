@@ -133,8 +133,8 @@ def drift(results: Results) -> Section | None:
         how_to_read="A bundle predicts, without the data, how much a vector changes the model's output f on the task "
         "of the bundle. Points on the dashed line are predicted exactly. Below the line, the prediction is too large; "
         "above the line, it is too small. Single layers are usually close to the line. Whole vectors are usually above "
-        "the line: the layers of a trained vector act in the same direction, but a bundle contains no terms between "
-        "layers.",
+        "the line: the changes in f that the layers of a trained vector cause add up, but a bundle contains no cross "
+        "terms between layers.",
         pictures=pictures,
         tables=[table],
     )

@@ -290,7 +290,7 @@ class StageEvent(TypedDict):
     stage: str
     """Kind and name of the stage, such as bundles/digits.kronecker.seed-0."""
     worker: int
-    """Number of the worker, from 1; 0 if the stage runs in the process of the command."""
+    """Number of the worker, from 1; 0 if the stage runs in the main process."""
     device: str
     """Device on which the stage runs."""
     node: NotRequired[str]

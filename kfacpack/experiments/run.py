@@ -272,8 +272,8 @@ def run(
         threads: Number of threads per stage, which affects rounding. Defaults to OMP_NUM_THREADS. If this variable is
             not set, the number depends on the device and on the size of the model.
         ray: Address of a Ray cluster that computes the stages. `"auto"` finds a running cluster, or starts a cluster on
-            this machine if none is running. `"local"` always starts a cluster. `jobs` is then the maximum number of
-            workers. If `jobs` is None, only the resources of the cluster limit the number of workers.
+            this machine if none is running. `"local"` always starts a cluster. On a cluster, `jobs` is the maximum
+            number of workers. If `jobs` is None, only the resources of the cluster limit the number of workers.
         scale: Name of an entry in the plan's `scales`; the settings in this entry override those of the plan.
 
     Returns:

@@ -5,7 +5,8 @@ its inputs, the model, the data, the versions of kfacpack and torch, the kind of
 threads. The key is part of the file name. An existing file is therefore up to date, and different settings lead to a
 different name.
 
-This module also builds the equivalent `kfacpack` command lines, which are to be run in the folder of the run.
+This module also contains functions that build the `kfacpack` command line equivalent to a stage. The command line is to
+be run in the folder of the run.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def task_options(plan: Plan, name: str, root: Path) -> tuple[object, ...]:
 
 
 def task_data_option(plan: Plan, name: str, root: Path) -> str:
-    """Returns the value of `--reg-data` for a task: `TASK`, or `TASK=DIR` for a task with its own data."""
+    """Returns the value of `--reg-data` for a task: `TASK`, or `TASK=DIR` if the plan gives the data of the task."""
     data = plan.task(name).data
     return command_path(plan, data, root, f"{name}=") if data else name
 
@@ -117,7 +118,7 @@ def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
         return prefix + path
     text = re.sub(r"^~(?=/|$)", "$HOME", path)
     text = str(expanded) if text.startswith("~") else text
-    # Inside double quotes, the shell interprets \, ", ` and any $ that does not start a variable.
+    # Inside double quotes, \, ", ` and $ are special. All of them are escaped, except a $ that starts a variable.
     escaped = re.sub(r'([\\"`]|\$(?![\w{]))', r"\\\1", prefix + text)
     return QuotedWord(f'"{escaped}"')
 

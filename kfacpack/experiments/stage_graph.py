@@ -52,7 +52,7 @@ class ArmRun:
     validation: dict[str, dict[str, SweepStage]]
     """Stages that evaluate the merged vectors on the validation splits; only for methods evaluated at every α."""
     negated: dict[str, NegationStage]
-    """Stages that negate the vectors, by task."""
+    """Stages that measure the accuracy after a vector is subtracted (negation), by task."""
     pairs: tuple[DisentanglementStage, ...]
     localisation: LocalisationStage | None
     drift: DriftStage | None
@@ -86,7 +86,7 @@ class StageGraph:
         plan = self.plan
         self.alphas = including_one(parse_alphas(plan.evaluation.alphas))
         self.base = {task.name: self._stage(BaseAccuracyStage, task.name) for task in plan.tasks}
-        # All arms of the first seed run first, so that a first comparison is available early.
+        # Ordered by seed, so that all arms with the first seed come before any arm with the second seed.
         self.arm_runs = [self._arm_run(arm, seed) for seed in plan.seeds for arm in plan.arms]
         self.spectra = None
         if plan.evaluation.spectra:

@@ -72,7 +72,7 @@ def compute(
     stopped: Callable[[], bool],
     on_warning: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Computes a stage in a worker. Warnings and tracebacks are printed to stderr.
+    """Computes a stage in a worker. Tracebacks, and warnings other than `PenaltyWarning`, are printed to stderr.
 
     Args:
         stage: The stage.
@@ -132,7 +132,7 @@ class _WorkerProcess:
 
     def __init__(self) -> None:
         self._stop = threading.Event()
-        # A forked process closes sys.stdin, and would wait for a thread that reads from it. Only this copy is read.
+        # A forked process closes sys.stdin, and would block if a thread were reading from it. Only this copy is read.
         self._input = os.fdopen(os.dup(0), "rb")
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

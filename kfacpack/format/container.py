@@ -5,9 +5,9 @@
     the rest  the tensors, back to back, without gaps or overlaps
 
 A header may come from an untrusted source. Its length, nesting depth and number of values are bounded, every tensor
-must lie within the file on disk, and nothing is allocated before these checks. The seal is stored in `__metadata__`. It
-is the SHA-256 of the length and the header, with zeros in place of the seal itself. The header contains the SHA-256 of
-every tensor, so the seal covers the whole file.
+must lie within the file on disk, and no tensor is read before these checks. The seal is stored in `__metadata__`. It is
+the SHA-256 of the length and the header, with zeros in place of the seal itself. The header of a sealed file contains
+the SHA-256 of every tensor, so the seal covers the whole file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class SealKeys(NamedTuple):
-    """A kind of sealed file: its metadata keys, its features, and the texts that describe it in error messages."""
+    """A kind of sealed file: its metadata keys, its features, and descriptions of it for error messages."""
 
     manifest: str
     """Metadata key of the manifest."""
@@ -290,7 +290,7 @@ def _read_at(descriptor: int, target: memoryview, position: int) -> int:
 
 
 def json_value_bound(text: bytes) -> int:
-    """Returns an upper bound on the number of values in a JSON text, without parsing it."""
+    """Returns an upper bound on the number of list items and object members in a JSON document, without parsing it."""
     return sum(map(text.count, (b",", b"[", b"{")))
 
 
@@ -310,9 +310,9 @@ def parse_json(
     """Parses a JSON object from an untrusted file. The number of values and the nesting depth are limited.
 
     Args:
-        path: The file that contains the text, for error messages.
-        text: JSON in UTF-8.
-        where: The part of the file that contains the text, such as "header", for error messages.
+        path: The file that contains the JSON object, for error messages.
+        text: The JSON object, encoded in UTF-8.
+        where: The part of the file that contains the object, such as "header", for error messages.
         remedy: Advice to the user if the JSON is invalid. By default, the advice is to download the file again.
         nulls: Whether keys may have the value null, as in the config files of other libraries.
 
@@ -320,7 +320,7 @@ def parse_json(
         The object. Its keys are unique, its numbers are finite and, unless `nulls` is set, no key has the value null.
 
     Raises:
-        BundleError: If the text is not a valid JSON object, or if it contains too many values.
+        BundleError: If `text` is not a valid JSON object, or if it contains too many values.
     """
     if json_value_bound(text) > MAX_JSON_VALUES:
         raise BundleError(path, f"contains more than {MAX_JSON_VALUES} JSON values", where)

@@ -284,7 +284,7 @@ def _first_non_finite(data: bytearray, dtype: str) -> int | None:
     if not dtype.startswith(("F", "BF")):
         return None
     numbers = np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype])
-    # numpy has no bfloat16. Its exponent is the eight bits after the sign; NaN and Inf have all of them set.
+    # numpy has no bfloat16. A bfloat16 is NaN or Inf if all bits of its exponent, the eight after the sign, are set.
     finite = (numbers & 0x7F80) != 0x7F80 if dtype == "BF16" else np.isfinite(numbers)
     return None if finite.all() else int(finite.argmin())
 

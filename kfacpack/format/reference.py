@@ -41,7 +41,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 REPOSITORY = re.compile(rf"{_NAME}/{_NAME}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _ADDRESS = re.compile(
-    # Spaces, kernels and buckets contain no bundles, and these words are not valid owners.
+    # Spaces, kernels and buckets contain no bundles, and none of these words is a valid owner name.
     rf"hf://(?:(?P<kind>models|datasets)/)?(?!(?:models|datasets|spaces|kernels|buckets)/)"
     rf"(?P<repository>{REPOSITORY.pattern})"
     # Two kinds of revisions may contain slashes; in all others a slash is written as %2F.
@@ -68,7 +68,7 @@ def parse_address(text: str) -> Address | None:
         text: The address. `hf:/` with a single slash is accepted because `Path` collapses the two slashes.
 
     Returns:
-        The parts of the address, or None if the text is not an address.
+        The parts of the address, or None if `text` is not an address.
     """
     match = _ADDRESS.fullmatch(SCHEME + text.removeprefix("hf:").lstrip("/"))
     if match is None or not text.startswith("hf:/"):
@@ -112,7 +112,7 @@ class Reference(os.PathLike[str]):
             The parsed reference.
 
         Raises:
-            HubError: If the text does not name a file on the Hub.
+            HubError: If `text` does not name a file on the Hub.
         """
         address = parse_address(text)
         if not address:

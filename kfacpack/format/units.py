@@ -92,7 +92,7 @@ def parse_alphas(text: str) -> list[float]:
         The values in the order in which they are written. A range includes its end if a step reaches it exactly.
 
     Raises:
-        KfacpackError: If the text is invalid, contains a value twice, or contains too many values.
+        KfacpackError: If `text` is invalid, contains a value twice, or contains too many values.
     """
     alphas = [alpha for part in text.split(",") for alpha in _alpha_range(part, text)]
     if len(alphas) > MAX_ALPHAS:

@@ -73,7 +73,10 @@ Setting = StrictBool | StrictInt | StrictFloat | Text
 
 
 class Training(Entry):
-    """The settings with which a vector was trained. They are sufficient to reproduce the vector."""
+    """The settings with which a vector was trained.
+
+    With the base model, the data and the bundles, they are sufficient to reproduce the vector.
+    """
 
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
     settings: dict[Name, Setting] = Field(default_factory=dict)

@@ -365,7 +365,7 @@ def _frame_header(
     """Returns the length prefix and the header, after checking that the header is within the limits for headers.
 
     The header is padded to a multiple of eight bytes. The limit on the number of JSON values also applies to each of
-    `texts`, the JSON texts in the metadata.
+    `texts`, the JSON documents in the metadata.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for name, spec in tensor_offsets(tensors).items():

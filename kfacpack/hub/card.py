@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
-    """Summarises a bundle for `kfacpack inspect` and for model cards.
+    """Summarises a bundle for `kfacpack inspect`, `kfacpack pull` and model cards.
 
     Yields:
         Pairs of a label and a value.
@@ -296,7 +296,7 @@ _LABELS = {"license": "license of the data", "merged": "merge history"}
 
 
 def _cell(text: str) -> str:
-    """Escapes text from a manifest for a table cell, so that it is interpreted neither as markup nor as a comment."""
+    """Escapes HTML, links and column separators in text for a table cell, and replaces backticks by apostrophes."""
     for char, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("`", "'"), ("[", "\\[")):
         text = text.replace(char, escaped)
     return text

@@ -188,7 +188,7 @@ def read_pickle(files: Mapping[str, Path], scratch: Path) -> Iterator[dict[str, 
     """Reads tensors from files that were written by `torch.save`. Unpickling takes place in a separate process.
 
     Args:
-        files: Paths of the files, under arbitrary keys.
+        files: Paths of the files. The keys are used in the names of the temporary copies.
         scratch: Folder for temporary copies of the tensors. The copies are deleted on exit from the context.
 
     Yields:

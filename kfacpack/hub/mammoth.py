@@ -6,7 +6,7 @@ to sums over N examples. The last two files contain N. As in section 6 of the sp
 example, a the input of a layer, g the gradient of sᵀf with respect to the output of the layer, and v the gradient of
 sᵀf with respect to the parameters:
 
-    aaT = Σ_n 1/R Σ_r a aᵀ     ggT = Σ_{n,s} 1/R Σ_r g gᵀ     for layers that process every token, biases joined
+    aaT = Σ_n 1/R Σ_r a aᵀ     ggT = Σ_{n,s} 1/R Σ_r g gᵀ     for layers that process every token, with their biases
     aaT = Σ_n a aᵀ             ggT = Σ_{n,s} g gᵀ             for the output projection
     ffT = Σ_{n,s} v vᵀ                                        for norms and the class token
 
@@ -14,8 +14,8 @@ The sums over s run either over M random Gaussian directions, without division b
 each component of f. Let w be 1/M in the first case and 1 in the second. Then A is aaT / N, and B is w R/N · ggT
 (w/N · ggT for the projection). The block G of a norm or of the class token is w/N · ffT.
 
-Mammoth uses OpenAI's implementation of the vision tower, in which attention consists of linear layers. Some parameter
-names therefore differ from those in open_clip.
+In mammoth's vision tower, the projections inside the attention layers and the output projection are linear layers of
+their own. Some parameter names therefore differ from those in open_clip.
 """
 
 from __future__ import annotations

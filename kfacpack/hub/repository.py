@@ -92,7 +92,7 @@ def parse_repository(text: str) -> tuple[str, str | None]:
         The name of the repository, and the revision or None.
 
     Raises:
-        HubError: If the text is not the name of a repository.
+        HubError: If `text` is not the name of a repository.
     """
     match = _REPOSITORY_NAME.fullmatch(text)
     if not match:
@@ -225,7 +225,7 @@ def _targets(references: Sequence[Reference], output: str | os.PathLike[str] | N
 
 
 def _copy_to(source: Path, target: Path, *, force: bool) -> None:
-    """Copies a file atomically. Nothing is written if the target has the same content."""
+    """Copies a file atomically. A target with the same content is not written again unless `force` is set."""
     if target.exists() and not force:
         if target.is_file() and digest_of_file(target) == digest_of_file(source):
             return

@@ -1,1 +1,1 @@
-"""The linearised model f(x) + J(x) τ, which costs little more to train than the model itself."""
+"""The linearised model f(x) + J(x) τ, which needs little more memory to train than the model itself."""

@@ -261,7 +261,7 @@ class TangentMap:
     """Maps tensors to their tangents. An entry is kept as long as its tensor is alive.
 
     Only tensors that own memory have an entry. The tangent of a view is the same view of its base's tangent, so views
-    and in-place writes need no bookkeeping.
+    need no entries of their own, even if they are written to.
 
     Args:
         tangents: Tangents of the parameters, by parameter.
@@ -374,7 +374,7 @@ class JvpMode(DispatchMode):
                 return self._differentiate(func, args, kwargs, tangents)
             except NotImplementedError as error:
                 problem = f"cannot linearise: torch has no forward-mode derivative of {func}, which the model uses"
-                raise KfacpackError(f"{problem}. Replace this operation with differentiable ones") from error
+                raise KfacpackError(f"{problem}. Replace it with operations that have such a derivative") from error
 
     def _nonzero_tangents(self, arguments: Any) -> dict[int, Tensor]:
         """Returns the nonzero tangents of all tensors in the arguments, by the id of the tensor."""

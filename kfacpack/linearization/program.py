@@ -2,11 +2,11 @@
 
 The Python code of the model, the dispatch mode and autograd execute the same few thousand operations in every step,
 with different values. `Recorder` is a dispatch mode that records these operations while they run: those of the forward
-pass, of its tangent and of the seeded backward pass. `Recorder.program` converts them to two Python functions without
+pass, of its tangent and of the backward pass. `Recorder.program` converts them to two Python functions without
 branches. `forward` takes the tangents and the batch, and returns f, J τ and the values that `backward` needs;
 `backward` takes these values and u, and returns gradients. Both delete every value after its last use.
 
-The same operations on the same values give bitwise identical results, so a replayed step equals an untraced one.
+On a CPU, the same operations on the same values give bitwise identical results, so replayed and untraced steps agree.
 
 A recording is valid for other batches of the same shapes only if the operations depend on the batch through tensors
 alone. `Recorder` therefore refuses steps that read values from a tensor, draw random numbers, write to parameters,
@@ -203,7 +203,7 @@ class Recorder(DispatchMode):
         """Adds the conditions under which an operation can be replayed although it depends on the values of tensors.
 
         Returns:
-            Whether the operation can be replayed.
+            True if the operation can be replayed under these conditions; False if it cannot, or needs no conditions.
         """
         if func is aten.index.Tensor:
             masks = [index for index in args[1] if index is not None and index.dtype not in (torch.int64, torch.int32)]

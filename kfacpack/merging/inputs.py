@@ -329,7 +329,7 @@ def _check_blocks(inputs: Sequence[MergeInput], allow_partial: bool) -> None:
             other = owner.setdefault(name, item)
             first_block = other.blocks[name]
             if first_block.join != block.join:
-                raise _incompatible(other, item, f"join parameters differently in the block {name!r}")
+                raise _incompatible(other, item, f"arrange the parameters of the block {name!r} differently")
             if len(first_block.structure.sides) != len(block.structure.sides):
                 problem = f"store the block {name!r} differently: one as Kronecker factors, one as a single matrix"
                 raise _incompatible(other, item, problem)

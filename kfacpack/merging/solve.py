@@ -225,7 +225,7 @@ class _System:
         return total if self.mask is None else total * self.mask
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Pads x with zeros to the size of the aligned operators. If no operators are aligned, returns x itself."""
+        """Pads x with zeros to the size of the aligned operators. Unless `is_aligned` is set, returns x itself."""
         if not self.is_aligned:
             return x
         rows, columns = x.shape

@@ -141,7 +141,7 @@ class TriangleStrips(StripLayout):
         return (triangle_length(first), triangle_length(last)) == (strip.start, strip.stop) and last <= self._width
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
-        """Returns the entries of a matrix that a strip covers. The matrix may be stored in any form."""
+        """Returns the entries of a matrix that a strip covers. If `count` is 1, the matrix may have any form."""
         first, last = _row_range(strip)
         if self.count > 1:
             return _read_triangle(matrix, strip.block, first, last)
@@ -161,7 +161,7 @@ class TriangleStrips(StripLayout):
 
 
 def layout_of(matrices: Sequence[Matrix]) -> StripLayout:
-    """Returns the smallest layout that can represent all of the matrices exactly."""
+    """Returns a layout that can represent all of the matrices exactly."""
     side, forms = matrices[0].side, {matrix.form for matrix in matrices}
     if forms == {Diagonal.form}:
         return DiagonalStrips(side)

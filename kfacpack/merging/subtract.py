@@ -47,8 +47,8 @@ _REMEDY = "Merge the bundles of the other tasks again"
 def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tuple[int, MergeInput]]:
     """Removes tasks from the inputs of a merge.
 
-    Inputs that contain only these tasks are first subtracted from merged inputs that contain the same tasks, and then
-    dropped.
+    Inputs that contain only these tasks are first subtracted from the merged inputs that contain their bundles, and
+    then dropped.
 
     Args:
         inputs: The inputs.
@@ -138,7 +138,7 @@ def _subtract_block(
     for matrices, values in zip(sides, coefficients, strict=True):
         fraction = _remaining_fraction(matrices, values)
         if fraction < _PRECISION_LOSS:
-            problem = f"subtraction would leave only rounding errors in its block {block.name!r}"
+            problem = f"the rounding errors of the subtraction would be too large in its block {block.name!r}"
             raise SubtractionError(f"{merged.name}: {problem}. {_REMEDY}")
         psd = fraction > _SMALL and all(matrix.psd for matrix in matrices)
         combined.append([combine(matrices, values, psd=psd)])

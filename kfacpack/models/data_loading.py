@@ -116,7 +116,7 @@ def step_batches(
     steps: Iterable[Sequence[BatchIndices]],
     labels: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> Generator[list[Any], None, None]:
-    """Yields the batches of each step as a list. The batches are moved to the model's device in one copy.
+    """Yields the batches of each step as a list. One copy moves all batches of a step to the model's device.
 
     If you do not exhaust the generator, close it, so that its worker processes exit.
 
@@ -226,7 +226,7 @@ def _num_workers(sources: Sequence[SplitSource]) -> int:
     if _requested_workers is not None:
         return _requested_workers
     if not sys.platform.startswith("linux"):
-        return 0  # on other systems, forking is not safe once system libraries have been used
+        return 0  # Windows cannot fork, and on macOS forking is not safe once system libraries have been used
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(MAX_WORKERS, max(0, cores - 1)) if any(_needs_decoding(split) for split, _ in sources) else 0
 
@@ -242,7 +242,7 @@ def _needs_decoding(split: Split) -> bool:
 
 
 def image_batches(transform: Callable[[Any], Tensor], model: str) -> Callable[[Sequence[Example], str], Tensor]:
-    """Returns the `prepare` function of an image model, which maps N examples to (N, 3, height, width).
+    """Returns the `prepare` function of an image model, which maps N examples to a tensor (N, 3, height, width).
 
     Args:
         transform: Function that converts a `PIL.Image` to a tensor of shape (3, height, width).
@@ -329,7 +329,7 @@ def fingerprint(
         split: Split to read.
         task: Name of the task.
         indices: Indices of the examples. Defaults to the whole split.
-        labels: Whether to include the labels of all examples.
+        labels: Whether the digest also covers the labels of all examples.
 
     Returns:
         A SHA-256 hex digest.

@@ -1,4 +1,4 @@
-"""Heads: frozen maps from f to the logits of classes, or of the tokens in a completion.
+"""Heads: frozen maps from f to the logits of a task's classes or, for completions, of the tokens in the vocabulary.
 
 K is the number of classes, C is the width of f, and N is the number of examples. The logit of class k is w_k·f + b_k.
 
@@ -169,7 +169,7 @@ class CompletionHead(Head):
     """
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the sum of the examples' mean cross-entropies, and the sum of their shares of correct tokens."""
+        """Returns the sum of the examples' mean cross-entropies per token, and the sum of their token accuracies."""
         examples, targets = (tensor.to(f.device) for tensor in answer_positions(batch, len(f)))
         counts = torch.zeros_like(labels, dtype=f.dtype).index_add_(
             0, examples, torch.ones_like(examples, dtype=f.dtype)

@@ -145,18 +145,20 @@ class LayerList:
 
         Raises:
             KfacpackError: If the layers are not called one after another, return tensors other than the hidden states,
-                or receive further tensors that depend on parameters. Also if f depends directly on the output of a
-                layer that is not the last layer.
+                or receive further tensors that depend on parameters, or if f depends directly on the output of a layer
+                other than the last layer.
         """
         self.find_output_form(batch)
         hidden, calls = self.stem(batch)
         if any(tensor.requires_grad for call in calls for tensor in call.tensors()):
-            self._refuse("the layers receive tensors that depend on parameters, such as a learned position bias")
+            self._refuse(
+                "the layers receive further tensors that depend on parameters, such as a learned position bias"
+            )
         marks: list[Tensor] = [torch.empty_like(hidden).copy_(hidden.detach()).requires_grad_() for _ in self.layers]
         f = self._call_with(lambda index, _: self._wrap(marks[index]), batch)
         gradients = torch.autograd.grad(f.sum(), marks, allow_unused=True)
         if any(gradient is not None for gradient in gradients[:-1]):
-            self._refuse("f depends on the output of a layer other than the last layer")
+            self._refuse("f depends directly on the output of a layer other than the last layer")
 
     def find_output_form(self, batch: ModelInput) -> None:
         """Determines whether the layers return a tensor or a tuple, by running the first layer on a small batch.
@@ -182,7 +184,7 @@ class LayerList:
 
         Returns:
             The hidden states that enter the first layer, with their autograd graph, and the remaining arguments of the
-            call to every layer.
+            call to each layer.
 
         Raises:
             KfacpackError: If the layers are not called one after another.
@@ -193,7 +195,7 @@ class LayerList:
         return hidden, calls
 
     def _record(self, batch: ModelInput, *, first_only: bool = False) -> tuple[Tensor, list[LayerCall]]:
-        """Returns the hidden states that enter the first layer, and the remaining arguments of every recorded layer.
+        """Returns the hidden states that enter the first layer, and the remaining arguments of each recorded call.
 
         Args:
             batch: The batch.

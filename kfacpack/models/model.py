@@ -38,7 +38,7 @@ def unknown_model(library: str, name: str, names: Iterable[str]) -> UnknownModel
         name: The unknown model name.
         names: All model names of the library.
     """
-    # OpenAI calls a model ViT-B/32 that open_clip calls ViT-B-32.
+    # The model that OpenAI calls ViT-B/32 is called ViT-B-32 in open_clip.
     suggestion = did_you_mean(name.replace("/", "-"), names, count=5, cutoff=0.5)
     return UnknownModel(f"unknown {library} model {printable(name)!r}{suggestion}")
 
@@ -117,7 +117,10 @@ class Model:
     module: nn.Module
     """The module, as built by the model's library."""
     forward: Callable[..., Tensor]
-    """`forward(batch)` or `forward(**batch)` returns f, (N, C). Inputs are moved to the module's device and dtype."""
+    """`forward(batch)` or `forward(**batch)` returns f, (N, C).
+
+    Inputs are moved to the module's device, and images are converted to its dtype.
+    """
     function: Function
     """Description of f for manifests."""
     frozen: tuple[str, ...]
@@ -137,7 +140,8 @@ class Model:
     answer_tokens: Callable[[str], Sequence[Sequence[int]] | None] | None = None
     """Maps a task name to the tokens of each of the task's answers.
 
-    If this attribute is None, or the function returns None, f has one row per example.
+    If this attribute is None, or the function returns None, f has one row per example, except in tasks with prompts and
+    completions.
     """
     answer_classes: Callable[[str], Sequence[str]] | None = None
     """Maps a task name to the class of each answer in `answer_tokens`; None if `answer_tokens` is None."""

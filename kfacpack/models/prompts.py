@@ -109,6 +109,6 @@ def answers(task: str, style: PromptStyle) -> Mapping[str, str]:
 
 
 def label_words(classes: Sequence[str], task: str, style: PromptStyle) -> list[str]:
-    """Returns the answer for each class: the template's answer, or the class name with underscores as spaces."""
+    """Returns the answer of each class: the template's, or the class name with underscores replaced by spaces."""
     by_class, before = answers(task, style), " " if style == "plain" else ""
     return [by_class.get(name, before + name.replace("_", " ")) for name in classes]

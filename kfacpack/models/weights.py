@@ -240,7 +240,7 @@ class SafetensorsWeights(UnloadedWeights):
             problem = f"tensor {stored!r} has shape {list(tensor.shape)}, expected {list(shape)}"
             raise KfacpackError(f"{self._containers[stored].path}: {problem}")
         values = tensor.to(self._device, self._dtype)
-        # Layers stay mapped while they are used; the other weights are copied, because they are used until the end.
+        # Layers stay memory-mapped while they are used. The other weights are always in use, so they are copied.
         is_mapped = values.data_ptr() == tensor.data_ptr()
         return values.clone() if is_mapped and not names[0].startswith(f"{self.layers}.") else values
 

@@ -148,7 +148,8 @@ def parquet_files(paths: Iterable[str], config: str | None, location: str, *, ex
         paths: Paths relative to `location`.
         config: Name of the config; None if no config was requested.
         location: Folder or repository, for error messages.
-        exact: Whether the user requested the config explicitly. If so, only the files in its own folder are used.
+        exact: Whether the user requested the config explicitly. If so, only the files in its own folder are used,
+            unless the config is named default.
 
     Returns:
         File paths by split; empty if no files were found.
@@ -265,7 +266,7 @@ def _read_json(file: Path) -> Any:
         # By default, pyarrow rejects lines longer than a megabyte.
         block_size = min(max(file.stat().st_size, 2**20), MAX_LINE_BYTES)
         table = json.read_json(file, json.ReadOptions(block_size=block_size))
-        table.validate(full=True)  # rejects texts that are not UTF-8
+        table.validate(full=True)  # rejects strings that are not valid UTF-8
         return table
     except (pyarrow.ArrowException, OSError) as error:
         raise KfacpackError(f"{file}: not a readable JSON Lines file: {first_line(error)}") from error

@@ -388,7 +388,7 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
     if not (requested.inputs or requested.label) and all(name in features for name in COMPLETION_COLUMNS):
         if other := [name for name in COMPLETION_COLUMNS if not _is_text(features[name])]:
             found = f"column {other[0]!r} has type {printable(str(features[other[0]]))}"
-            expected = "expected texts in the columns " + " and ".join(map(repr, COMPLETION_COLUMNS))
+            expected = "expected strings in the columns " + " and ".join(map(repr, COMPLETION_COLUMNS))
             raise KfacpackError(f"{location}: {found}; {expected}. {_REMEDY}")
         return Columns({name: name for name in COMPLETION_COLUMNS}, None, None)
     named = {key: _first_existing(names, features) for key, names in requested.inputs.items()}
@@ -450,7 +450,7 @@ def _inputs_by_type(features: Any, location: str, label: str | None) -> dict[str
         return {IMAGE: image}
     if not texts:
         column = "no column" if label is None else "no column other than the label"
-        problem = f"{column} contains images or texts; available columns: {_join(features) or 'none'}"
+        problem = f"{column} contains images or strings; available columns: {_join(features) or 'none'}"
         remedy = "Expected a column of type Image or string, as written by datasets.Dataset.to_parquet"
         raise KfacpackError(f"{location}: {problem}. {remedy}")
     return {name: name for name in texts}
@@ -468,7 +468,7 @@ def _require_type(features: Any, key: str, column: str, location: str) -> None:
     if key == IMAGE:
         is_valid, expected = is_image(feature) or is_encoded_image(feature), "images"
     else:
-        is_valid, expected = _is_text(feature), "texts"
+        is_valid, expected = _is_text(feature), "strings"
     if not is_valid:
         found = f"column {printable(column)!r} has type {printable(str(feature))}"
         raise KfacpackError(f"{location}: {found}; expected a column of {expected}. {_REMEDY}")

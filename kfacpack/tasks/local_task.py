@@ -264,7 +264,7 @@ class LocalTask:
         if columns.by_type:
             names = printable(", ".join(columns.inputs.values()))
             yield f"the expected columns are missing; the input columns were found by type: {names}"
-        # In a published task, string labels are class names and need no note; integer labels are not.
+        # In a published task, string labels are class names and need no note; integer labels need one.
         if columns.by_value and (self.definition is None or not any(isinstance(value, str) for value in self._values)):
             values = printable(", ".join(self._stored_classes or ()))
             count = len(self._values)

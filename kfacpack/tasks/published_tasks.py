@@ -1,7 +1,8 @@
 """Definitions of the published tasks: vision tasks from the task arithmetic papers, ImageNet and six NLI tasks.
 
-The class names and prompts of the vision tasks are those of CLIP's authors. ImageNet, the control task, uses those of
-open_clip. The class names of the natural language inference (NLI) tasks are T5's label words and are left unchanged.
+The class names and prompts of the vision tasks are those of CLIP's authors. ImageNet, the usual control task for
+negation, uses those of open_clip. The class names of the natural language inference (NLI) tasks are T5's label words
+and are left unchanged.
 """
 
 from __future__ import annotations

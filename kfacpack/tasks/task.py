@@ -25,7 +25,7 @@ Example = Mapping[str, Any]
 """Inputs by key, without the label: {"image": PIL.Image}, or strings, such as {"premise": "…", "hypothesis": "…"}."""
 
 COMPLETION_COLUMNS = ("prompt", "completion")
-"""Columns of a task that has no classes, and whose examples are prompts with completions."""
+"""Columns of a task whose examples are prompts with completions and have no class labels."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 The weight w_t is proportional to the size of the dataset of task t, and the mean weight is 1. The divisor s makes λ
 independent of the scale of f. It is 1 if f is normalised, and otherwise the variance of f on a few examples of each
-task. In the linearised model, the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a bundle approximates. Each
-step uses one batch from one task. The task is sampled with a probability proportional to the size of its dataset, so
-that the expected penalty of a step is the sum above.
+task (see `OutputScale.reference`). In the linearised model, the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that
+a bundle approximates. Each step uses one batch from one task. The task is sampled with a probability proportional to
+the size of its dataset, so that the expected penalty of a step is the sum above.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DataPenalty:
         self._orders = [BatchOrder(len(split), batch_size, seed) for split in self._splits]
         self._seed, self._batch_size = seed, batch_size
         self.output_scale = 1.0
-        """Divisor of the penalty: the scale of f over the tasks, or 1 if f is normalised."""
+        """Divisor s of the penalty: the scale of f on examples of the tasks, or 1 if f is normalised."""
         self._upcoming: Generator[list[Batch], None, None] | None = None
         self._next: tuple[int, int | None] = 0, None
 

@@ -1,8 +1,8 @@
 """Batches of blocks that the penalty processes together, and the operators of their matrices on the compute device.
 
-Blocks whose parameters and matrices have the same shapes and forms are stacked: ΔW has shape (blocks, rows, columns),
-and one batched product multiplies all blocks at once. The size of a stack is limited, because for large blocks the
-overhead of separate calls is negligible, and a stack would only use more memory.
+Blocks with the same shapes, whose matrices are also stored in the same format, are stacked: ΔW has shape (blocks, rows,
+columns), and one batched product multiplies all blocks at once. The size of a stack is limited, because for large
+blocks the overhead of separate calls is negligible, and a stack would only use more memory.
 
 Floating-point matrices are unpacked once and kept on the device. int8 matrices stay in their stored form and are
 unpacked when they are used. With `offload`, all matrices stay on the CPU in their stored form. The matrices of a batch
@@ -45,7 +45,7 @@ StackKey: TypeAlias = "tuple[int, ...]"
 
 @dataclass(frozen=True)
 class BlockBatch:
-    """A batch of blocks that have the same shapes, the same weight and matrices in the same forms."""
+    """A batch of blocks with the same shapes and the same weight, whose matrices are stored in the same format."""
 
     blocks: tuple[CurvatureBlock, ...]
     weight: float
@@ -106,7 +106,7 @@ class BlockBatch:
 def plan_batches(
     blocks: Sequence[CurvatureBlock], weights: Sequence[float], shapes: ParameterShapes
 ) -> list[BlockBatch]:
-    """Groups blocks that can be computed together into batches.
+    """Groups blocks that can be processed together into batches.
 
     Args:
         blocks: The blocks.
@@ -120,7 +120,7 @@ def plan_batches(
     covered: dict[Hashable, set[Hashable]] = {}
     uses = Counter(id(matrix) for block in blocks for matrix in _matrices(block))
     for block, weight in zip(blocks, weights, strict=True):
-        # Blocks that share matrices are stacked apart from other blocks, so that a stack contains each matrix once.
+        # Blocks that share matrices are stacked separately from others, so that a stack contains each matrix once.
         sharing = tuple(uses[id(matrix)] for matrix in _matrices(block))
         key: Hashable = (weight, join_layout(block.join, shapes), _form(block), sharing)
         pieces = {(piece.parameter, piece.rows) for piece in block.join.pieces}
@@ -235,7 +235,7 @@ class FactorPlacement:
 def _repeated_stacks(batches: Sequence[BlockBatch]) -> list[frozenset[StackKey]]:
     """Returns, for each batch, the set of stacks that it shares with the previous batch.
 
-    The set of the first batch is empty. One more empty set follows those of the batches.
+    The set of the first batch is empty, and the list ends with an additional empty set.
     """
     stacks = [frozenset(batch.stack_keys.values()) for batch in batches]
     return [frozenset(), *(first & second for first, second in pairwise(stacks)), frozenset()]

@@ -25,6 +25,9 @@ _LEARNED = 0.3
 _NOT_LEARNED = 0.95
 """If the final loss is above this fraction of the first loss, the loss is considered not to have decreased."""
 
+_LOWEST_PENALTY = -0.01
+"""A penalty below this value, in the units of the loss, is not a rounding error."""
+
 
 @dataclass(frozen=True)
 class Metrics:
@@ -62,6 +65,25 @@ class MetricsLog:
 
 class PenaltyWarning(UserWarning):
     """Issued if the penalty may have prevented learning: it exceeded the loss, or the loss did not decrease."""
+
+
+def check_not_negative(step: int, penalty: float) -> None:
+    """Checks that a penalty is not negative, apart from rounding errors.
+
+    Factors that were compressed with a codec that rounds or removes single entries may have negative eigenvalues. The
+    penalty then has no minimum, and training would move τ along the eigenvectors of negative eigenvalues.
+
+    Args:
+        step: Index of the step, from 0.
+        penalty: Value of the penalty, including λ.
+
+    Raises:
+        KfacpackError: If the penalty is negative.
+    """
+    if penalty < _LOWEST_PENALTY:
+        cause = "the factors have negative eigenvalues, as they can after the codecs int8, prune, fp16 and bf16"
+        remedy = "Use uncompressed bundles, or the codec svd:R, alone or followed by one of these"
+        raise KfacpackError(f"step {step + 1}: the penalty is negative ({penalty:.3g}): {cause}. {remedy}")
 
 
 def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:

@@ -252,8 +252,8 @@ class AdamWState:
         parameters: Parameters to train, by name. τ has the same shapes and starts at zero.
         settings: Hyperparameters. Only the weight decay is used.
         clip: Maximum norm of the gradient, or None for no limit.
-        masks: Boolean tensors by parameter name. Only elements with True are trained. By default, all elements are
-            trained.
+        masks: Boolean tensors by parameter name, which are True for the elements to train. By default, all elements
+            are trained.
     """
 
     def __init__(

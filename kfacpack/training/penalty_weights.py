@@ -40,7 +40,7 @@ Around this value, the accuracy of sums of vectors hardly depends on λ. For eig
 with the sum of their vectors is 0.49 without a penalty and 0.69, 0.72 and 0.71 at λ = 25, 80 and 250. The mean accuracy
 with single vectors is 0.75 without a penalty and 0.75, 0.73 and 0.71 at the same values of λ
 (examples/eight_tasks.yaml, three seeds). In the scaling of kfacpack, the published accuracies are best at λ = 20
-(ViT-B/32) and λ = 25 (ViT-B/16). They are 2 points lower at ten times these values.
+(ViT-B/32) and λ = 25 (ViT-B/16). They are 2 percentage points lower at ten times these values.
 """
 STRENGTH_KL = 3.0
 """Default λ of a curvature penalty with the metric `kl`. The unit of this penalty is nats.
@@ -53,8 +53,8 @@ It has not been tuned on a large model.
 STRENGTH_ON_DATA = 1.0
 """Default λ of the data penalty.
 
-It is smaller than `STRENGTH`, because the drift that a bundle predicts is only a tenth to a hundredth of the measured
-drift.
+It is smaller than `STRENGTH`, because the change in f that a bundle predicts is only a tenth to a hundredth of the
+measured change.
 """
 PUBLISHED_WEIGHTS = {"norm": 10.0, "token": 10.0, "projection": 0.1}
 """Group weights of the preset "tak"."""

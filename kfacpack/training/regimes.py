@@ -9,11 +9,11 @@ Notation: N is the number of examples, and C is the width of f. τ and its gradi
 Masks of the regime `sparse` (TaLoS) select the weights to which f is least sensitive. Only these weights are trained.
 The score of a weight is the square of the derivative of a logit with respect to that weight. The logit is sampled from
 the prediction, and the squares are summed over examples of the task's validation split. There are four rounds. Round k
-keeps the weights with the lowest scores, which are a share keep^(k/4) of all weights. Weights that are not kept are
-multiplied by 0.1 in later rounds and are not considered again.
+keeps a fraction keep^(k/4) of all weights: those with the lowest scores. Weights that are not kept are multiplied by
+0.1 in later rounds and are not considered again.
 
-The diagonal of G in a bundle can be used as scores as well. For the weight (i, j) of a Kronecker block, it is
-B_ii A_jj. Masks can therefore be computed from the bundles of other tasks without data.
+The diagonal elements of G in a bundle can also serve as scores. For the weight (i, j) of a Kronecker block, the
+element is B_ii A_jj. Masks can therefore be computed from the bundles of other tasks without data.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class SparsityMasks:
     """Masks that select the weights that the regime `sparse` trains."""
 
     tensors: dict[str, Tensor]
-    """Boolean tensors by parameter name. Weights with True are trained."""
+    """Boolean tensors by parameter name, which are True for the weights to train."""
     settings: dict[str, float | str]
     """Settings of the selection, which are recorded in the vector's file."""
 

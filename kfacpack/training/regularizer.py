@@ -72,7 +72,7 @@ class Regularizer:
         strength: λ. Defaults to 80, or to 3 for bundles with the metric `kl`. With `preset="tak"`, defaults to the λ
             that was published for the model.
         weights: Factors by which the penalty of a group of blocks is multiplied, by name of the group. The groups are
-            "norm" and "projection". All other blocks belong to the group of their operation in the manifest, such as
+            "norm", "projection" and, for all other blocks, the name of their operation in the manifest, such as
             "token".
         preset: "tak" for the published weighting and scaling. `weights` takes precedence over the weights of the
             preset.
@@ -274,7 +274,8 @@ class Regularizer:
             The penalty, a 0-d tensor without a graph.
 
         Raises:
-            TaskVectorError: If τ does not match the bundles, or its tensors cannot hold a `.grad`.
+            TaskVectorError: If τ does not match the bundles, or `grads` is None and τ creates new tensors on each
+                access.
             KfacpackError: If `grads` is not a mutable mapping, or a gradient does not have the shape of its parameter.
         """
         covered = self._covered(tau)
@@ -402,7 +403,7 @@ class _Penalty(torch.autograd.Function):
 
 
 def _output_scale(inputs: Sequence[MergeInput]) -> float:
-    """Returns the scale of f, by which the penalty is divided, or 1 if no bundle records it."""
+    """Returns the divisor s of the penalty: the scale of f, or 1 if no bundle records it (see `Regularizer`)."""
     about = inputs[0].curvature.about
     reference = scale_of_f(inputs)
     for bundle in inputs:

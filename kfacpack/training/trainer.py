@@ -39,6 +39,7 @@ from kfacpack.tasks.task import own_classes
 from kfacpack.training.metrics import (
     Metrics,
     PenaltyWarning,
+    check_not_negative,
     metrics_path,
     open_metrics_log,
     penalty_problem,
@@ -432,7 +433,6 @@ class Trainer:
         step, numbers = started.step, self._order.batch(started.step)
         loss, correct, failed, _, stop, save, value, gradient, change = started.values.read()
         mean_loss, accuracy = loss / len(numbers), correct / len(numbers)
-        has_penalty = self.data_penalty or (self.regularizer and self.regularizer.due(step))
         if failed:
             raise self._step_error(step, "f contains NaN or Inf", lr_involved=step > 0)
         if not (isfinite(mean_loss) and isfinite(value)):
@@ -444,8 +444,9 @@ class Trainer:
             require_influence(self.regime, self._batch(numbers[:1]))
         if not isfinite(change):
             raise self._step_error(step, "τ contains NaN or Inf after the step", lr_involved=True)
-        metrics = Metrics(step + 1, mean_loss, accuracy, value if has_penalty else None, started.lr)
-        return metrics, (bool(stop), bool(save))
+        check_not_negative(step, value)
+        penalty = value if self.data_penalty or (self.regularizer and self.regularizer.due(step)) else None
+        return Metrics(step + 1, mean_loss, accuracy, penalty, started.lr), (bool(stop), bool(save))
 
     def _step_error(self, step: int, problem: str, *, lr_involved: bool) -> KfacpackError:
         """Returns the error for a failed step. If `lr_involved` is set, a lower learning rate may be the remedy."""

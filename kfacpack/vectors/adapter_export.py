@@ -45,7 +45,7 @@ ApproximationMethod = Literal["factors", "svd", "metric"]
 class LinearVectorWarning(UserWarning):
     """Issued when a vector that was trained in the linearised model is exported.
 
-    PEFT adds the exported change to θ0, which gives different outputs than the linearised model.
+    PEFT adds the exported change to θ0. The outputs then differ from those of the linearised model.
     """
 
 
@@ -118,9 +118,10 @@ def export_lora(
     """Writes a task vector as a LoRA adapter, a folder that `peft.PeftModel.from_pretrained` loads onto the base model.
 
     The adapter contains the changes to the weights of linear layers and to the fused input projections of
-    `nn.MultiheadAttention`. Changes to all other parameters are left out and listed in the result: output projections
-    of `nn.MultiheadAttention`, weights that several layers share, biases, norms, tokens and embeddings. If the vector
-    stores a change as factors of at most the given rank, the change is exported without loss.
+    `nn.MultiheadAttention`. Changes to all other parameters are left out and listed in the result. These include
+    output projections of `nn.MultiheadAttention`, convolutions, weights that several layers share, biases, norms, class
+    tokens and embeddings. If the vector stores a change as factors of at most the given rank, the change is exported
+    without loss.
 
     Args:
         vector: A task vector, or the path of its file.
@@ -179,7 +180,8 @@ def export_lora(
         raise TaskVectorError(f"{problem}. Expected weights of linear layers")
     if vector.is_linear:
         problem = "the vector was trained in the linearised model f + J τ; with the adapter, the model has the weights"
-        warnings.warn(f"{problem} θ0 + τ and gives different outputs", LinearVectorWarning, stacklevel=2)
+        problem = f"{problem} θ0 + τ, and its outputs differ from those of the linearised model"
+        warnings.warn(problem, LinearVectorWarning, stacklevel=2)
 
     matrices = []
     for number, name in enumerate(targets):

@@ -43,7 +43,7 @@ _UNSUPPORTED = {
     "alora_invocation_tokens": "activated LoRA",
     "lora_bias": "LoRA with a bias (lora_bias)",
 }
-"""Variants of LoRA in which the change to a weight is not s B A, by the config key that enables them."""
+"""Unsupported variants of LoRA, by the config key that enables them."""
 _INITIALISATIONS = ("gaussian", "eva", "orthogonal")
 """Initialisations of A and B that do not change the weights of the base model, unlike others such as PiSSA."""
 _PREFIX = "base_model.model."
@@ -102,7 +102,7 @@ class Adapter:
         if layer.is_embedding or stores_transposed(module):
             left, right = right.T, left.T
         if getattr(module, "groups", 1) != 1:
-            problem = "is a convolution with groups, which is not supported"
+            problem = "is a grouped convolution, which is not supported"
             raise BundleError(self.tensors.name, problem, f"layer {layer.module!r}", _MERGE_FIRST)
         rows, columns = shape[0], 1
         for side in shape[1:]:
@@ -153,7 +153,7 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
         path = name.removeprefix(_PREFIX)
         if match := _LORA.fullmatch(path):
             if match["module"].endswith(".base_layer.out_proj"):
-                # PEFT 0.21 adds the change of out_proj twice, so the effect depends on the version of PEFT.
+                # PEFT 0.21 adds the change to out_proj twice, so the effect depends on the version of PEFT.
                 layer_name = match["module"].removesuffix(".base_layer.out_proj")
                 problem = "has LoRA factors for torch.nn.MultiheadAttention, which are not supported"
                 raise BundleError(folder.name, problem, f"layer {layer_name!r}", _MERGE_FIRST)

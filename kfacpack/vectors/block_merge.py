@@ -1,12 +1,13 @@
 """Merges task vectors block by block in the metric that the curvatures of their tasks define.
 
-Only one block of each vector is in memory at a time. Blocks whose matrices are factored in every vector are merged in
-the span of their factors, without forming a dense matrix. For such a block, the matrix of vector t is W_t = U_t V_t,
-with U_t (rows, r_t) and V_t (r_t, columns). Let Q_U (rows, k) be an orthonormal basis of the columns of all U_t, and
-let Q_V (k', columns) be an orthonormal basis of the rows of all V_t. Then every W_t is Q_U S_t Q_V with a core S_t
-(k, k'). If the merged matrix W is restricted to the form Q_U S Q_V, the objective in `merging/solve.py` has the same
-form as a function of the cores, with the Kronecker factors B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. The minimum of this
-function is the best merge within the span. The minimum over all matrices would in general have full rank.
+Only one block of each vector is in memory at a time. Blocks that every vector stores as low-rank factors are merged in
+the span of these factors, without forming a dense matrix. For such a block, the matrix of vector t is W_t = U_t V_t,
+with U_t (rows, r_t) and V_t (r_t, columns). Let Q_U (rows, k) be an orthonormal basis of the span of the columns of all
+U_t, and let Q_V (k', columns) be an orthonormal basis of the span of the rows of all V_t. Then every W_t is Q_U S_t Q_V
+with a core S_t (k, k'). If the merged matrix W is restricted to the form Q_U S Q_V, the objective in `merging/solve.py`
+has the same form as a function of the cores, with the Kronecker factors B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. The
+minimiser of this function gives the best merge within the span. The minimiser over all matrices would in general have
+full rank.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from kfacpack.vectors.parameter_change import Factors
 
     StructureMap = Callable[[BlockStructure], BlockStructure | None]
-    """Function that maps the structure of G to the structure that a method uses, or None if the method cannot use G."""
+    """Function that maps the structure of G to the one that a method uses, or to None if the method cannot use G."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Assigns bundles to task vectors by base model, f and task, for merge methods that use curvature.
+"""Assigns bundles to task vectors by task, for merge methods that use curvature.
 
-A bundle is assigned to a vector if all of the bundle's tasks are tasks of the vector. A vector with several tasks needs
-bundles that together cover all of these tasks: a merged bundle, or several bundles.
+The base model and f of each bundle must be those of the vectors. A bundle is assigned to a vector if all of the
+bundle's tasks are tasks of the vector. A vector with several tasks needs bundles that together cover all of these
+tasks: a merged bundle, or several bundles.
 """
 
 from __future__ import annotations

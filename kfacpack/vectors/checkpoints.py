@@ -5,9 +5,9 @@ tensor by tensor; pickles are refused.
 
 Fine-tuning code often wraps a model, so that all names in a checkpoint have an additional prefix (`bert.encoder…` for
 `encoder…`, or `module.…` after distributed training). If a checkpoint contains only a vision tower, all names may lack
-a prefix. Therefore, the prefix that makes most names match the base model is removed from all names or added to them.
-If two prefixes are equally good, the names are ambiguous and an error is raised. However, if the names match equally
-well unchanged and after removing a prefix, they are left unchanged.
+a prefix. Therefore, a prefix is removed from all names or added to them so that as many names as possible match the
+base model. If two prefixes are equally good, the names are ambiguous and an error is raised. However, if the names
+match equally well unchanged and after removing a prefix, they are left unchanged.
 """
 
 from __future__ import annotations

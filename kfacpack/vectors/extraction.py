@@ -1,8 +1,9 @@
 """Extracts task vectors from models that were fine-tuned elsewhere: checkpoints of the same architecture and adapters.
 
 A vector extracted from a checkpoint is its exact difference from the base model: applying the vector reproduces the
-checkpoint's weights bit for bit. A vector extracted from a PEFT LoRA adapter consists of the adapter's factors. Both
-cover all parameters that are trained by default, and all other parameters that differ from the base model.
+checkpoint's weights, in the dtype of the base model, bit for bit. A vector extracted from a PEFT LoRA adapter consists
+of the adapter's factors. Both cover all parameters that are trained by default, and all other parameters that differ
+from the base model.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def _tasks(task: str | None) -> tuple[TaskEntry, ...]:
 
 
 def _checkpoints(finetuned: FineTuned, source: CheckpointTensors | Adapter) -> tuple[CheckpointEntry, ...]:
-    """Returns the manifest's entry for the checkpoint, or an empty tuple for weights in memory."""
+    """Returns a tuple with the manifest entry of the checkpoint, or an empty tuple for weights in memory."""
     tensors = source.tensors if isinstance(source, Adapter) else source
     if not isinstance(finetuned, str | os.PathLike) or not tensors.containers:
         return ()

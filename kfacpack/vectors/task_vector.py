@@ -44,8 +44,8 @@ Edited = TypeVar("Edited", nn.Module, dict[str, Tensor])
 class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     """A task vector: a mapping from state-dict names to parameter changes in float32.
 
-    Sums and multiples are lazy: `vector[name]` reads the tensor with this name from each addend and sums these tensors.
-    Do not modify the returned tensors. A change may be stored as the factors of a low-rank matrix; see `factors`.
+    Sums and multiples are lazy: `vector[name]` returns a weighted sum of the addends' tensors with this name. Do not
+    modify the returned tensors. A change may be stored as the factors of a low-rank matrix; see `factors`.
 
     Args:
         tensors: Changes to the parameters in `about.base` that are not in `factors`, by name. They are not copied.
@@ -118,9 +118,9 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     ) -> TaskVector:
         """Returns the task vector of a model that was fine-tuned elsewhere.
 
-        A vector extracted from a checkpoint is exact: `apply` returns the checkpoint's weights bit for bit. A vector
-        extracted from a LoRA adapter consists of the adapter's factors. Both have the regime "full". They cover all
-        parameters that `kp.train` trains by default, and all other parameters that differ from the base model.
+        A vector extracted from a checkpoint is exact: `apply` returns the checkpoint's weights bit for bit, in the base
+        model's dtype. A vector extracted from a LoRA adapter consists of the adapter's factors. Both have the regime
+        "full". They cover the parameters that `kp.train` trains by default, and any others that fine-tuning changed.
 
         Args:
             base: The base model from `kp.load_model`, or its name.

@@ -78,7 +78,7 @@ def test_verify_of_a_valid_bundle(bundle):
 
 def test_verify_counts_matrices_that_need_not_be_psd(tmp_path):
     small_curvature("packed-int8").save(tmp_path / "toy.kfac")
-    assert "psd (1; 9 not required)" in run("verify", tmp_path / "toy.kfac").stdout
+    assert "psd (1; 9 not checked)" in run("verify", tmp_path / "toy.kfac").stdout
     assert "1 of 10 matrices" in run("inspect", tmp_path / "toy.kfac").stdout
 
 

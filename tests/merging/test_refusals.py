@@ -137,7 +137,7 @@ def test_another_join_or_structure(one, tmp_path):
     blocks = list(curvature.blocks)
     blocks[4] = replace(norm, join=norm.join.model_copy(update={"pieces": swapped}))
     kp.Curvature(blocks, curvature.about).save(tmp_path / "o.kfac")
-    merge_fails([one, tmp_path / "o.kfac"], one, tmp_path / "o.kfac", "join", "'norm'")
+    merge_fails([one, tmp_path / "o.kfac"], one, tmp_path / "o.kfac", "arrange the parameters", "'norm'")
     factors = kp.Kronecker.of(kp.Packed.from_dense(torch.eye(3)), kp.Packed.from_dense(torch.eye(2)))
     blocks[4] = replace(norm, structure=factors)
     kp.Curvature(blocks, curvature.about).save(tmp_path / "o.kfac")

@@ -292,7 +292,7 @@ def test_pixels_without_a_known_white_level_are_refused(tmp_path, dtype, kind):
 
 def test_unsuitable_columns_are_refused(tmp_path):
     numbers = datasets.Dataset.from_dict({"x": [1.0], "y": [2]})
-    with refused(KfacpackError, "images or texts", "x, y"):
+    with refused(KfacpackError, "images or strings", "x, y"):
         load_task("mine", write(numbers, tmp_path / "numbers")).split("train")
     two = image_data(mask=(PICTURES, datasets.Image()))
     with refused(KfacpackError, "2 columns contain images: img, mask", "expected only one"):

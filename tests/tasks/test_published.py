@@ -349,7 +349,7 @@ def test_a_column_named_label_is_not_an_input(tmp_path):
         ("image=x,text=y", "an image cannot be combined with other inputs"),
         ("text=nowhere", "no column 'nowhere'; available columns: a, score"),
         ("image=a", "column 'a' has type .*; expected a column of images"),
-        ("text=score", "column 'score' has type .*; expected a column of texts"),
+        ("text=score", "column 'score' has type .*; expected a column of strings"),
         ("text=a,label=score", "column 'score' has type .*; expected ClassLabel, strings or integers"),
     ],
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
-from kit import of_task, random_tau, small_curvature
+from kit import of_task, random_tau, refused, small_curvature
 from toys import ToyTask, toy_model
 
 import kfacpack as kp
@@ -197,3 +198,20 @@ def test_a_penalty_that_is_too_strong_is_reported_after_the_run(stop, tmp_path):
             job.run(output, stopped=lambda: len(metrics_path(output).read_text().splitlines()) >= stop)
     with pytest.warns(PenaltyWarning):
         job.run(output, resume=bool(stop))
+
+
+def test_a_negative_penalty_stops_training(tmp_path):
+    """A factor with a negative eigenvalue, as rounding may cause: the penalty has no minimum."""
+    model, output = toy_model(), tmp_path / "t.safetensors"
+    curvature = bundle_of(model, ToyTask("other", seed=5))
+    blocks = list(curvature.blocks)
+    position, block = next((k, block) for k, block in enumerate(blocks) if isinstance(block.structure, kp.Kronecker))
+    ((B, A, _),) = block.structure.terms
+    indefinite = kp.Packed.from_dense(-B.dense(torch.float32), psd=False)
+    blocks[position] = replace(block, structure=kp.Kronecker.of(indefinite, A))
+    regularizer = kp.Regularizer(kp.Curvature(blocks, curvature.about), 1e4)
+    job = Trainer(REGIMES["linear"](model), ToyTask(), kp.head_for(model, ToyTask()), SETTINGS, regularizer)
+    with refused(kp.KfacpackError, "the penalty is negative", "int8", "svd:R"):
+        job.run(output)
+    assert not output.exists()
+    assert all(json.loads(line)["penalty"] >= -0.01 for line in metrics_path(output).read_text().splitlines())

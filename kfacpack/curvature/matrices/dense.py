@@ -36,7 +36,7 @@ class DenseOperator(Operator):
         width = aligned(x.shape[-1])
         if width == x.shape[-1] or x.numel() <= _ALIGNED_ELEMENTS or x.device.type != "cpu" or torch.is_grad_enabled():
             return full @ x
-        # A product takes up to 1.3 times as long if the rows of its result are not aligned (for example, 769 elements).
+        # A product takes up to 1.3 times as long if the rows of its result are not aligned, as with 769 columns.
         out = x.new_empty((*x.shape[:-1], width))[..., : x.shape[-1]]
         product: Tensor = torch.matmul(full, x, out=out)
         return product

@@ -110,7 +110,9 @@ def load_model(
         device: Device of the module.
         seed: Seed of the random initialisation.
         prompts: Prompt style of a language model: `"t5"` or `"flan"` for `t5:`, `"plain"` or `"chat"` for `lm:`.
-            Defaults to the style that the model was trained with.
+            Defaults to the style recorded in the model's config. If none is recorded, the default is `"flan"` if the
+            name of a T5 model contains "flan", `"chat"` if the tokenizer of an `lm:` model has a chat template, and
+            otherwise `"t5"` or `"plain"`.
         loading: `"memory"` loads all weights into memory. `"layers"` loads the weights of a layer when the layer is
             used; choose it for `kp.estimate_task(..., stream=True)` with `hf:` and `lm:` models that do not fit into
             memory. `"shapes"` loads no weights; the parameters have arbitrary values, which is sufficient to predict

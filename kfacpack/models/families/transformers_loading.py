@@ -101,7 +101,7 @@ def load_components(name: str, prefix: str, classes: tuple[str, ...], parts: str
 
         try:
             return [getattr(transformers, loader).from_pretrained(name, trust_remote_code=False) for loader in classes]
-        except Exception as error:  # a damaged folder can raise any error of transformers, tokenizers or the Hub
+        except Exception as error:  # loading a damaged folder can raise any error of these libraries
             expected = f"Expected a folder with {parts}, or a Hub repository"
             components = " and ".join(loader.removeprefix("Auto").lower() for loader in classes)
             problem = f"{prefix}:{name}: the {components} cannot be loaded: {first_line(error)}"

@@ -56,8 +56,8 @@ NEGLIGIBLE_DRIFT_HELP = (
 WEIGHTS = ("equal", "size")
 WEIGHTS_HELP = "Weights of the tasks: equal, or in proportion to the sizes of their datasets, scaled to a mean of one."
 TOLERANCE = 1e-2
-"""Default tolerance. On six tasks with `tiny`, the small CLIP model in the package, a smaller tolerance would increase
-the total decrease of the objective by less than 0.2 % (docs/results)."""
+"""Default tolerance. On six tasks with `tiny`, the small CLIP model in the package, a smaller tolerance would reduce
+the objective further by less than 0.2 % of the total reduction (docs/results)."""
 TOLERANCE_HELP = "Relative residual at which the iterative solver stops."
 ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 
@@ -66,7 +66,7 @@ ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 class BlockMethod(MergeMethod):
     """Base class of methods that merge one block of parameters at a time."""
 
-    scale = "α multiplies the result; α = 1 gives the minimum of the objective"
+    scale = "α multiplies the result; with α = 1, the result minimises the objective"
 
     damping: float = setting(DAMPING, DAMPING_HELP, interval="(0, ∞)")
     prior: str = setting("sum", PRIOR_HELP, choices=PRIORS)
@@ -199,10 +199,10 @@ class FisherMethod(BlockMethod):
 
 @dataclass(frozen=True)
 class ActMatMethod(BlockMethod):
-    """ACTMat: like RegMean, but with WᵀW in place of A, where W is a matrix of the vector. It needs no bundles."""
+    """ACTMat: like RegMean, but with WᵀW in place of A, where W is the change to a weight. It needs no bundles."""
 
     name = "actmat"
-    help = "Like regmean, but uses WᵀW in place of A, where W is a matrix of the vector (ACTMat). Needs no bundles."
+    help = "Like regmean, but uses WᵀW in place of A, where W is the change to a weight (ACTMat). Needs no bundles."
 
     def _tasks(
         self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], shapes: ParameterShapes
@@ -232,10 +232,12 @@ class RefineMethod(MergeMethod):
 
     name = "refine"
     help = "Reduces the effect of a vector on other tasks."
-    scale = "α multiplies the result; α = 1 gives the minimum of the objective"
+    scale = "α multiplies the result; with α = 1, the result minimises the objective"
     needs_bundles = True
 
-    strength: float = setting(1.0, "λ, the factor of the curvature for the other tasks.", interval="[0, ∞)")
+    strength: float = setting(
+        1.0, "λ, the factor by which the curvature for the other tasks is multiplied.", interval="[0, ∞)"
+    )
     damping: float = setting(DAMPING, DAMPING_HELP, interval="(0, ∞)")
     task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
     tolerance: float = setting(TOLERANCE, TOLERANCE_HELP, interval="(0, 1)")

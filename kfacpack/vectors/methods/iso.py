@@ -8,17 +8,17 @@ kept. Nothing is averaged: matrices of rank at most ⌊r / T⌋ whose singular v
 added unchanged, and a single vector is not changed.
 
 The paper multiplies the result by α and finds that α = 1 works well without validation data. As in the authors' code,
-only parameters with two dimensions are treated as matrices. All other parameters (biases, norms, tokens, convolution
-kernels) are summed here. The authors' code averages them, as does the setting `mean`.
+only parameters with two dimensions are treated as matrices. All other parameters (biases, norms, class tokens,
+convolution kernels) are summed here. The authors' code averages them, as does the setting `mean`.
 
 Isotropic merging (Marczak et al., 2025) makes singular values equal. Iso-C sums the matrices and replaces all singular
 values of the sum by their mean, which preserves the nuclear norm.
 
 Iso-CTS combines common and task-specific directions. The share `common` of the sum's singular vectors is kept. The
-component of each task's matrix Δ_t in the span of the common left vectors U is removed, leaving Δ_t − U Uᵀ Δ_t. The
-leading singular vectors of these remainders are added, the same number for each task, so that there are r directions in
-total. All directions are made orthogonal to each other, as in TSV-M, and each of their singular values is replaced by
-the mean of these values. For a single vector, Iso-CTS equals Iso-C.
+component of each task's matrix Δ_t in the span of the common left singular vectors U is removed, which leaves
+Δ_t − U Uᵀ Δ_t. The leading singular vectors of these remainders are added, the same number for each task, so that there
+are r directions in total. All directions are made orthogonal to each other, as in TSV-M, and each of their singular
+values is replaced by the mean of these values. For a single vector, Iso-CTS equals Iso-C.
 
 The paper multiplies the result by α, which is chosen on validation data. Parameters that are not matrices are summed
 here. The authors' code averages them, as does the setting `mean`.
@@ -169,7 +169,7 @@ class IsoCtsMethod(MergeMethod):
 
 
 def _flatten_spectrum(vectors: SingularVectors, total: Tensor) -> Tensor:
-    """Returns mean(s) U Vh, or `total` if it is zero and therefore has no singular vectors."""
+    """Returns mean(s) U Vh. If all singular values are zero, returns `total`, which is then zero."""
     U, s, Vh = vectors
     return s.mean() * (U @ Vh) if len(s) else total
 

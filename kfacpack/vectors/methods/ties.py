@@ -60,7 +60,7 @@ class TiesMethod(MergeMethod):
         return self.begin(inputs)(name)
 
     def _merge_trimmed(self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str) -> Tensor:
-        # Each vector is read twice, so that only two tensors are in memory at a time.
+        # Each vector is read twice, so that the trimmed vectors need not all be in memory at the same time.
         elected = self._total(inputs, thresholds, name).sign_()
         return self._total(inputs, thresholds, name, elected)
 
