@@ -403,7 +403,7 @@ def import_(
     elif show:
         blocks, examples = counted(imported.blocks, "block"), counted(imported.examples, "example")
         size = f"{blocks}, {human_bytes(bundle.nbytes)}, from {examples}"
-        print_line(f"wrote {output}: {imported.task} of {loaded_model.name}: {size}")
+        print_line(f"wrote {output}: bundle of {loaded_model.name} for the task {imported.task}; {size}")
         for name, reason in imported.left_out:
             print_line(f"not imported: {name} ({reason})")
         if dataset_size is None:

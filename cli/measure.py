@@ -84,8 +84,7 @@ def _drift(result: dict[str, Any]) -> Iterator[Table | Text]:
     if layers:
         low, median, high = (_format_ratio(layers[int(share * (len(layers) - 1))]) for share in (0.05, 0.5, 0.95))
         ratios = f"median {median}, 90% of them between {low} and {high}"
-        plural = "" if len(layers) == 1 else "s"
-        yield Text(f"ratios of {len(layers):,} single layer{plural}: {ratios}", style="dim")
+        yield Text(f"ratios for individual layers ({len(layers):,}): {ratios}", style="dim")
 
 
 def _ratio(entry: dict[str, float]) -> float:
@@ -227,7 +226,7 @@ def measure(
         "--layer-examples",
         min=0,
         metavar="N",
-        help="drift: number of examples on which the drift of single layers is measured; 0 skips this measurement. "
+        help="drift: number of examples on which the drift of individual layers is measured; 0 skips this measurement. "
         f"[default: {LAYER_EXAMPLES}]",
     ),
     measured: bool = option(

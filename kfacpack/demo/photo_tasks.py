@@ -144,7 +144,7 @@ class Surface(NamedTuple):
     file: str
     """Name of the photograph's file without its suffix."""
     half: bool
-    """Whether patches are cut at twice their final size and then shrunk, because the material has large structures."""
+    """Whether patches are cut at twice their final size and then shrunk. Used for materials with large structures."""
     regions: dict[str, list[Box]]
     """Boxes in the photograph, by split."""
 

@@ -214,7 +214,7 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws measured drift against predicted drift, for whole task vectors and for single layers.
+    """Draws measured drift against predicted drift, for whole task vectors and for individual layers.
 
     The measured drift is the mean over examples of ‖Δf‖², where Δf is the change in the model's output that the vector
     τ causes. The predicted drift is τᵀGτ, where G is the curvature in a bundle.
@@ -226,7 +226,7 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     palette = theme_of(theme)
     layers, pairs = data.get("layers") or [], data["pairs"]
     groups = (
-        ("single layers", layers, palette.faint, "o", 2.5, 0.6),
+        ("individual layers", layers, palette.faint, "o", 2.5, 0.6),
         ("other task", [p for p in pairs if p["vector"] != p["task"]], palette.series[1], "D", 5.5, 0.9),
         ("own task", [p for p in pairs if p["vector"] == p["task"]], palette.series[0], "o", 7, 0.9),
     )

@@ -336,7 +336,7 @@ class DriftStage(AnalysisStage):
         return {**super().settings(), "layer_examples": self.layer_examples}
 
     def cost(self) -> float:
-        """Returns the cost of measuring the drift of whole vectors and of single layers, assuming thirty layers."""
+        """Returns the cost of measuring the drift of whole vectors and of individual layers, assuming thirty layers."""
         layers = 30.0 * self.layer_examples * len(self.vectors) * len(self.bundles)
         return super().cost() + 3.0 * layers
 

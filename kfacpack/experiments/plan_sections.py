@@ -325,7 +325,7 @@ class DriftSection(ExamplesSection):
     """Settings for the comparison of predicted and measured drift."""
 
     layer_examples: Annotated[Integer, Field(ge=0)] = 8
-    """Number of examples on which the drift of single layers is measured; 0 skips this measurement."""
+    """Number of examples on which the drift of individual layers is measured; 0 skips this measurement."""
 
 
 class EvaluationSection(PlanSection):

@@ -112,7 +112,7 @@ class DriftPair(ResultModel):
 
 
 class LayerDrift(DriftPair):
-    """Drift that a single layer of one vector causes on one task, as predicted by a bundle and as measured on data."""
+    """Drift that one layer of a vector causes on one task, as predicted by a bundle and as measured on data."""
 
     block: str
 

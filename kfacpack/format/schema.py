@@ -239,7 +239,7 @@ def _length(shape: Shape) -> int:
 
 def _piece_problem(piece: Piece, shape: Shape) -> str | None:
     if not shape and (piece.rows is not None or piece.view != "column"):
-        return f"{piece.parameter!r} is a scalar, which requires the view 'column' and no `rows`"
+        return f"{piece.parameter!r} is a scalar; expected the view 'column', without `rows`"
     if piece.rows is not None and not piece.rows[0] < piece.rows[1] <= shape[0]:
         expected = f"expected start < stop <= {shape[0]}"
         return f"invalid rows {list(piece.rows)} for {piece.parameter!r} of shape {list(shape)}, {expected}"

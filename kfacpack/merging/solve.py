@@ -133,7 +133,7 @@ def solve_block(
     except _NotPositiveError as error:
         cause = f"with damping {settings.damping:g}. Use a larger damping"
         if any(term.weight * weight < 0 for term in terms for weight in term.structure.weights):
-            cause = "because of a negative weight. Use bundles of single tasks, or merge them by 'tak' or 'stack'"
+            cause = "because of a negative weight. Use bundles of single tasks, or the merge rule 'tak' or 'stack'"
         problem = "the weighted sum of the curvatures is numerically not positive definite"
         raise KfacpackError(f"block {name!r}: {problem} {cause}") from error
     return replace(solution, report=solution.report.model_copy(update={"repaired": True}))

@@ -88,7 +88,7 @@ def subtract_parents(merged: MergeInput, part: MergeInput) -> MergeInput:
     """Subtracts one or several parents from a merged curvature.
 
     Args:
-        merged: A curvature that was merged by `tak`.
+        merged: A curvature that was merged with the rule `tak`.
         part: One of the parents of `merged`, or a curvature merged from several of them.
 
     Returns:

@@ -209,7 +209,7 @@ class LayerList:
             hidden = _hidden(args, kwargs)
             if not isinstance(hidden, Tensor) or index != len(calls) or (passed and hidden is not passed[-1]):
                 self._refuse(
-                    "the layers are not called one after another, once each and with the output of the previous layer"
+                    "each layer must be called once, in order, with the output of the previous layer as its input"
                 )
             assert isinstance(hidden, Tensor)
             received.append(hidden)

@@ -76,7 +76,7 @@ class Regularizer:
             "token".
         preset: "tak" for the published weighting and scaling. `weights` takes precedence over the weights of the
             preset.
-        every: Interval of the penalty in steps, for training loops that use `due`.
+        every: The penalty is applied at every `every`-th step. Only for training loops that use `due`.
         offload: Whether to keep factors on the CPU in their stored form and copy them to the device a few blocks at a
             time.
         device: Device of the computation. Defaults to the device of τ.
@@ -85,7 +85,7 @@ class Regularizer:
             bfloat16; "tf32" uses TF32 on GPUs that support it. By default, the products are computed in the dtype of
             the computation. `precision_loss` measures the effect.
         exclude_task: Name of the task being trained. A bundle for this task alone is not used. The task is subtracted
-            from bundles into which it was merged by `tak`. If this is not possible, an `OwnTaskWarning` is issued.
+            from bundles that were merged with the rule `tak`. If this is not possible, an `OwnTaskWarning` is issued.
 
     Raises:
         KfacpackError: If the bundles are incompatible, or an option is out of range.

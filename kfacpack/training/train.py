@@ -74,7 +74,7 @@ def train(
             bundles.
         strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, and to 1 with `reg_data`. With `preset`,
             defaults to the published λ.
-        reg_every: Interval of the penalty in steps. With an interval of N, the penalty is applied at every N-th step.
+        reg_every: The penalty is applied only at every `reg_every`-th step.
         weights: Factors by which the penalties of groups of blocks are multiplied, such as `{"norm": 10.0}`.
         preset: `"tak"` for the published scaling, strength and weights.
         penalty_precision: `"tf32"` or `"bf16"` for faster products with the factors; `"bf16"` also halves the memory
@@ -186,7 +186,7 @@ def build_trainer(
         reg: Bundles from which the penalty is computed. This and the following arguments are described in `train`.
         reg_data: Tasks on whose data the change in f is penalised.
         strength: λ.
-        reg_every: Interval of the penalty in steps.
+        reg_every: The penalty is applied only at every `reg_every`-th step.
         weights: Factors for groups of blocks.
         preset: `"tak"` for the published scaling, strength and weights.
         penalty_precision: Precision of the products with the factors.
@@ -285,7 +285,7 @@ def check_penalty_options(
         strength: λ, or None.
         weights: Factors for groups of blocks, if any.
         preset: Name of a preset, if any.
-        reg_every: Interval of the penalty in steps.
+        reg_every: The penalty is applied only at every `reg_every`-th step.
         penalty_precision: Precision of the products with the factors, or None.
         offload: Whether to keep the factors on the CPU.
 

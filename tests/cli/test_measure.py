@@ -104,9 +104,9 @@ def test_drift_and_its_table(artifacts, tmp_path):
         assert pair["predicted"] == layer["predicted"]
         assert pair["measured"] == pytest.approx(layer["measured"], rel=1e-5)
     table = run(*common, "--figure", tmp_path / "drift.svg").stdout
-    assert "ratios of 2 single layers" in table
+    assert "ratios for individual layers (2)" in table
     assert (tmp_path / "drift.svg").read_text().lstrip().startswith("<?xml")
-    assert "single layers" not in run(*common, "--layer-examples", 0).stdout
+    assert "individual layers" not in run(*common, "--layer-examples", 0).stdout
 
 
 def bundles(artifacts, *names):
