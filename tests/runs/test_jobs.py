@@ -477,7 +477,7 @@ def test_a_node_with_other_versions_or_files_is_refused(tmp_path):
         ({"model": "other"}, "the model"),
         ({"data": [["mine", "train", "other"]]}, "the train split of mine"),
     ):
-        with refused(KfacpackError, "10.0.0.7", problem, "all nodes"):
+        with refused(KfacpackError, "10.0.0.7", problem, "nodes must"):
             check(**changed)
 
 
