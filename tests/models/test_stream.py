@@ -165,7 +165,7 @@ class Stack(nn.Module):
     ("kind", "fact"),
     [
         ("shared parameter", "layers.0.weight"),
-        ("between", "one after another"),
+        ("between", "in order"),
         ("skip", "other than the last"),
         ("plain", None),
         ("no ModuleList", "no ModuleList"),
