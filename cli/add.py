@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import typer
 from typing_extensions import TypedDict
 
-from kfacpack.errors import KfacpackError, abbreviate
+from kfacpack.errors import KfacpackError, abbreviate, counted
 from kfacpack.format.units import human_bytes, human_seconds
 from kfacpack.format.vector_manifest import MethodEntry, RegimeName
 from kfacpack.vectors.methods import METHODS
 
-from .console import counted, loading, print_json, print_line, print_next, show_note, steps_bar
+from .console import loading, print_json, print_line, print_next, show_note, steps_bar
 from .options import (
     AS_JSON,
     IMAGE_SIZE,

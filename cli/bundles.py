@@ -10,11 +10,11 @@ import typer
 from rich.text import Text
 from typing_extensions import TypedDict
 
-from kfacpack.errors import KfacpackError, abbreviate
+from kfacpack.errors import KfacpackError, abbreviate, counted
 from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes, human_seconds
 
-from .console import counted, out, plain_table, print_json, print_line, print_next, steps_bar
+from .console import out, plain_table, print_json, print_line, print_next, steps_bar
 from .options import (
     AS_JSON,
     MAX_SHARD_SIZE,

@@ -126,11 +126,6 @@ def key_value_table(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Formats a count with its noun: '1 block', '2 blocks'. The plural of the noun defaults to the noun with an s."""
-    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
-
-
 def percent(share: float | None) -> str:
     """Formats a fraction as a percentage: 0.9312 becomes '93.1%', and None becomes ''."""
     return "" if share is None else f"{share:.1%}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import NotRequired, TypedDict
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, counted
 from kfacpack.format.manifest import EstimateStructure, Fisher, FloatType, Metric, Probe, Sharing
 from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes, human_seconds
@@ -18,7 +18,6 @@ from kfacpack.models.prompts import PromptStyle
 
 from .bundles import CompressionOutput, print_report, report_json
 from .console import (
-    counted,
     examples_bar,
     loading,
     name_cell,

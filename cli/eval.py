@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, counted, printable
 from kfacpack.format.container import first_duplicate
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.reference import is_reference
@@ -18,7 +18,7 @@ from kfacpack.format.units import parse_alphas
 from kfacpack.format.vector_manifest import HeadKind
 from kfacpack.models.prompts import PromptStyle
 
-from .console import counted, loading, print_json, print_line, show_note
+from .console import loading, print_json, print_line, show_note
 from .evaluator import Evaluator, write_csv
 from .options import (
     AS_JSON,

@@ -16,12 +16,11 @@ import typer
 from typing_extensions import TypedDict
 
 from kfacpack._compat import require
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, counted
 from kfacpack.format.units import human_bytes, human_seconds
 
 from .console import (
     StageRows,
-    counted,
     name_cell,
     out,
     percent,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 from typing_extensions import TypedDict
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, counted
 from kfacpack.format.bundle_index import open_container
 from kfacpack.format.container import VECTOR
 from kfacpack.format.manifest import Fisher, FloatType
@@ -19,7 +19,6 @@ from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes
 
 from .console import (
-    counted,
     loading,
     name_cell,
     out,

@@ -11,10 +11,10 @@ import typer
 from rich.text import Text
 from typing_extensions import NotRequired, TypedDict
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, counted
 from kfacpack.format.writer import write_atomically
 
-from .console import counted, key_value_table, out, plain_table, print_json, print_line
+from .console import key_value_table, out, plain_table, print_json, print_line
 from .options import AS_JSON, COLUMNS, DATA_FOLDER, DATA_PANEL, RUN_PANEL, check_output, option
 
 if TYPE_CHECKING:

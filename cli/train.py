@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
-from kfacpack.errors import KfacpackError, abbreviate, printable
+from kfacpack.errors import KfacpackError, abbreviate, counted, printable
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.units import human_bytes, human_seconds
 from kfacpack.format.vector_manifest import HeadKind, RegimeName
@@ -17,7 +17,6 @@ from kfacpack.models.prompts import PromptStyle
 from kfacpack.training.penalty_weights import STRENGTH, STRENGTH_KL, STRENGTH_ON_DATA, PenaltyPrecision, Preset
 
 from .console import (
-    counted,
     examples_bar,
     loading,
     print_json,

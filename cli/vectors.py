@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typing_extensions import TypedDict
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, counted
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.reference import is_reference
 from kfacpack.format.units import human_bytes, human_seconds
@@ -24,7 +24,7 @@ from .add import (
     method_output,
     write,
 )
-from .console import counted, loading, print_json, print_line, print_next, show_note, steps_bar
+from .console import loading, print_json, print_line, print_next, show_note, steps_bar
 from .options import (
     AS_JSON,
     DATA_PANEL,

@@ -176,3 +176,8 @@ def abbreviate(words: Iterable[str], limit: int = 16) -> str:
     listed = list(words)
     more = [f"and {len(listed) - limit} more"] if len(listed) > limit else []
     return ", ".join([*listed[:limit], *more])
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Formats a count with its noun: '1 block', '2 blocks'. The plural of the noun defaults to the noun with an s."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"

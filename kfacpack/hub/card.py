@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kfacpack.errors import HubError, abbreviate, first_line
+from kfacpack.errors import HubError, abbreviate, counted, first_line
 from kfacpack.format.identity import base_task_name
 from kfacpack.format.reference import COMMIT, Reference
 from kfacpack.format.units import human_bytes
@@ -100,14 +100,14 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
             seed = [] if task.training.seed is None else [f"seed {task.training.seed}"]
             yield "training", abbreviate([penalty, *seed, *settings])
     if heads := [
-        f"{task.name} ({task.head.origin}, {_counted(len(task.head.classes), 'class', 'classes')})"
+        f"{task.name} ({task.head.origin}, {counted(len(task.head.classes), 'class', 'classes')})"
         for task in manifest.tasks
         if task.head
     ]:
         yield "heads", abbreviate(heads)
     if manifest.storage:
         yield "storage", ", ".join(_summarise_storage(manifest))
-    yield "size", f"{human_bytes(file.nbytes)}, {_counted(len(manifest.base.parameters), 'parameter', 'parameters')}"
+    yield "size", f"{human_bytes(file.nbytes)}, {counted(len(manifest.base.parameters), 'parameter')}"
     yield "content", f"sha256 {file.digest}"
     yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
 
@@ -162,15 +162,10 @@ def _summarise_source(source: Source) -> Iterator[tuple[str, str]]:
 def _summarise_model(base: Base, function: Function) -> Iterator[tuple[str, str]]:
     revision = f", {base.revision}" if base.revision else ""
     yield "base model", f"{base.name} ({base.family}{revision})"
-    yield "", f"sha256 {base.sha256[:16]}… over {_counted(len(base.parameters), 'parameter', 'parameters')}"
+    yield "", f"sha256 {base.sha256[:16]}… over {counted(len(base.parameters), 'parameter')}"
     normalized = "normalised " if function.normalized else ""
     detail = f": {function.detail}" if function.detail else ""
     yield "f", f"{normalized}{function.output} of width {function.width}{detail}"
-
-
-def _counted(number: int, singular: str, plural: str) -> str:
-    """Formats a number with the matching form of a noun, such as `1 class` or `2 classes`."""
-    return f"{number} {singular if number == 1 else plural}"
 
 
 def relative_error(relative: float | None) -> str:

@@ -191,6 +191,10 @@ def test_spectra_and_its_table(artifacts):
             "both.safetensors: expected a vector of one task, got 2 (morning, evening)",
         ),
         (["localisation", "morning.safetensors", "morning.safetensors"], "task 'morning'; pass one file per task"),
+        (
+            ["interference", "morning.safetensors", "--bundle", "both.kfac", "--bundle", "both.kfac"],
+            "there is already a bundle named 'both'",
+        ),
         (["localisation", "morning.kfac"], "morning.kfac"),
         (["drift", "morning.safetensors", "--bundle", "both.kfac"], "both.kfac: expected a bundle of one task"),
         (["localisation", "morning.safetensors"], "--data morning=DIR"),
